@@ -1,0 +1,11 @@
+"""MaxFactor: an optimizer with factored second moments for speech and language transformers."""
+
+from maxfactor import rule
+from maxfactor.adafactor import Adafactor
+from maxfactor.optimizer import MaxFactor
+from maxfactor.recipes import recipe
+from maxfactor.schedule import AdaptiveSchedule
+
+__version__ = "0.1.0"
+
+__all__ = ["Adafactor", "AdaptiveSchedule", "MaxFactor", "__version__", "recipe", "rule"]

@@ -1,0 +1,73 @@
+"""Adafactor on MaxFactor's machinery."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from maxfactor.hyper import AdafactorHyper
+from maxfactor.optimizer import FactoredOptimizer, Params
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Adafactor(FactoredOptimizer):
+    r"""Adafactor as in the paper (Shazeer and Stern, 2018), without first moment.
+
+    .. code-block:: text
+
+        k = t^beta2_decay                                   beta2 = 1 - k
+        R <- lerp(R, row means of (G^2 + eps1), k)          C <- likewise over columns
+        V = R C / mean R,   u = G / sqrt(V),                u <- u / max(1, RMS(u) / clip_threshold)
+        W <- W - lr_t * (u + weight_decay * W)
+
+    Tensors that are not matrices keep a full v <- lerp(v, G^2 + eps1, k) as V.
+
+    Args:
+        params: Parameters, named parameters or groups, as for any torch optimizer.
+        lr: None: lr_t = min(1e-2, 1/sqrt(t)) * max(eps2, RMS(W)). A float or 0-dim tensor:
+            lr_t = lr, unless `relative_step`.
+        beta2_decay: Exponent of k, not positive.
+        eps: (eps1, eps2): added to the squared gradient, and the smallest RMS(W) that counts.
+        clip_threshold: Bound on RMS(u).
+        weight_decay: Decay of W in each step, as a share of lr_t.
+        maximize: Go up instead of down.
+        factor: "auto" or "last", as for `MaxFactor`.
+        relative_step: True makes `lr` what torch.optim.Adafactor means by it:
+            lr_t = min(lr, 1/sqrt(t)) * max(eps2, RMS(W)), and decay by lr * weight_decay.
+            None: True without an lr, False with one.
+
+    Example:
+        >>> import torch, maxfactor
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = maxfactor.Adafactor(model.parameters())
+        >>> model(torch.randn(8, 4)).square().mean().backward()
+        >>> optimizer.step()
+    """
+
+    hyper_class = AdafactorHyper
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor | None = None,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        factor: str = "auto",
+        relative_step: bool | None = None,
+    ) -> None:
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "beta2_decay": beta2_decay,
+            "eps": eps,
+            "clip_threshold": clip_threshold,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "factor": factor,
+            "relative_step": relative_step,
+        }
+        super().__init__(params, defaults)

@@ -1,0 +1,322 @@
+"""The optimizer classes: arguments, groups, state, the step. The arithmetic is in `rule.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from maxfactor.backends import reference
+from maxfactor.hyper import Hyper, MaxFactorHyper
+from maxfactor.state import check_loaded, init_state, restored
+from maxfactor.work import Work
+
+if TYPE_CHECKING:
+    from maxfactor.rule import Scalar
+
+Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class FactoredOptimizer(Optimizer):
+    """What MaxFactor and Adafactor share: everything but their settings."""
+
+    hyper_class: ClassVar[type[Hyper]]
+
+    def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
+        self.hyper_class(**defaults)  # a wrong argument is refused before anything else
+        self._step_sizes: dict[Tensor, Scalar] = {}
+        super().__init__(_as_list(params), defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._step_sizes = {}
+        for group in self.param_groups:  # a checkpoint may be older than one of the settings
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group with settings of its own; the defaults fill in what it leaves out."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"a parameter group must be a dict, got {type(param_group).__name__}")
+        if "params" not in param_group:
+            raise ValueError(f"a parameter group needs 'params', got only {sorted(param_group)}")
+        group = dict(param_group)  # the caller's dict stays as it is, whatever happens below
+        hyper = self.hyper_class.from_group({**self.defaults, **group})
+        super().add_param_group({**group, **hyper.as_group()})
+        try:
+            for name, param in self._named_group(len(self.param_groups) - 1):
+                _check_parameter(name, param)
+        except TypeError:
+            self.param_groups.pop()
+            raise
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step for every parameter that has a gradient.
+
+        Args:
+            closure: Computes the loss anew and returns it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        works = self._collect()
+        sizes = reference.step(works)
+        self._step_sizes = {work.param: size for work, size in zip(works, sizes, strict=True)}
+        return loss
+
+    def effective_lr(self) -> list[float]:
+        """The step size that each group really used last: alpha of (3), mean over its parameters.
+
+        0 for a group that has not stepped. Reading it waits for the device; not reading it is free.
+        """
+        return [self._mean_step_size(group["params"]) for group in self.param_groups]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint, or refuse it and change nothing.
+
+        The statistics stay float32 for parameters of any dtype, and are copied: the dict that was
+        loaded is not the optimizer's own state afterwards.
+        """
+        seen: dict[str, Any] = {}
+
+        def check(_: Optimizer, loaded: dict[str, Any]) -> None:  # after the user's own pre-hooks
+            seen["states"] = self._check_checkpoint(loaded)
+
+        def restore(_: Optimizer) -> None:  # before the user's own post-hooks
+            for param, state in seen["states"]:
+                self.state[param] = restored(param, state)
+
+        handles = (
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _collect(self) -> list[Work]:
+        """Check every group and gradient, then make missing state: an error leaves no trace."""
+        found = []
+        for index, group in enumerate(self.param_groups):
+            hyper = self.hyper_class.from_group(group)
+            for name, param in self._named_group(index):
+                if param.grad is not None:
+                    _check_gradient(name, param.grad)
+                    found.append((param, param.grad, hyper))
+        for param, _, hyper in found:
+            if not self.state[param]:
+                self.state[param] = init_state(param, hyper)
+        return [Work(param, grad, self.state[param], hyper) for param, grad, hyper in found]
+
+    def _named_group(self, index: int) -> list[tuple[str, Tensor]]:
+        """A group's parameters with their names, or `param_3` for the fourth of all."""
+        group = self.param_groups[index]
+        first = sum(len(before["params"]) for before in self.param_groups[:index])
+        return list(zip(_names(group, first), group["params"], strict=True))
+
+    def _mean_step_size(self, params: list[Tensor]) -> float:
+        sizes = [self._step_sizes[param] for param in params if param in self._step_sizes]
+        # float() waits for the device; this is asked for by the user, never by the step.
+        return sum(map(float, sizes)) / len(sizes) if sizes else 0.0
+
+    def _check_checkpoint(self, loaded: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Return each parameter with its saved state, or refuse the checkpoint by name."""
+        saved_groups = loaded["param_groups"]
+        if len(saved_groups) != len(self.param_groups):
+            raise ValueError(
+                f"the checkpoint has {len(saved_groups)} parameter groups, this optimizer has "
+                f"{len(self.param_groups)}; build it with the same groups before loading"
+            )
+        states, first = [], 0
+        for index, saved in enumerate(saved_groups):
+            own = self._named_group(index)
+            self._check_length(index, saved, own, first)
+            first += len(own)
+            hyper = self.hyper_class.from_group({**self.defaults, **saved})
+            for key, (name, param) in zip(saved["params"], own, strict=True):
+                if state := loaded["state"].get(key):
+                    check_loaded(name, param, state, hyper)
+                    states.append((param, state))
+        return states
+
+    @staticmethod
+    def _check_length(
+        index: int, saved: dict[str, Any], own: list[tuple[str, Tensor]], first: int
+    ) -> None:
+        count = len(saved["params"])
+        if count == len(own):
+            return
+        names = list(_names(saved, first)) if count > len(own) else [name for name, _ in own]
+        whose = "the checkpoint" if count > len(own) else "this optimizer"
+        raise ValueError(
+            f"the checkpoint has {count} parameters in group {index}, this optimizer has "
+            f"{len(own)}; {names[min(count, len(own))]!r} is only in {whose}"
+        )
+
+
+class MaxFactor(FactoredOptimizer):
+    r"""Adafactor's factored second moments with sign updates scaled by each row's maximum.
+
+    For a matrix view W (m x n) with gradient G, at step t:
+
+    .. code-block:: text
+
+        (1)  k = t^beta2_decay                     (2)  rho = min(lr, 1/sqrt(t))
+        (3)  alpha = rho * max(eps2, RMS(W))       (4)  W <- (1 - lr * weight_decay) * W
+        (5)  R <- lerp(R, row means of G^2, k)          C <- lerp(C, column means of G^2, k)
+        (6)  V = R C / max(max R, eps1), V >= eps1^2
+        (7)  U = G / sqrt(V),                           U <- U / max(max|U|, eps1)
+        (8)  s = max(1, RMS(U) / d)
+        (9)  W <- W - alpha / s * sign(U) * (row maximum of |U|)
+
+    A vector is one row, with the variance (5') v <- gamma * v + (1 - gamma) * G^2 in place of (5).
+    State: m + n floats and one step for a matrix, n floats and one step for a vector.
+
+    Args:
+        params: Parameters, named parameters or groups, as for any torch optimizer.
+        lr: The largest relative step. A float or a 0-dim tensor; schedulers may overwrite it.
+        beta2_decay: Exponent of (1), not positive.
+        eps: (eps1, eps2): the floor of variances and divisors, and the smallest RMS(W) in (3).
+            eps1 = None means float32's machine epsilon.
+        d: Bound on RMS(U) in (8); without effect from 1 on.
+        weight_decay: Decay of (4), decoupled from the gradient.
+        gamma: Memory of the variance of vectors and scalars.
+        maximize: Go up instead of down.
+        factor: How a tensor with more than two dimensions becomes a matrix. "auto": one matrix,
+            by the contiguous split with the fewest rows + columns. "last": the last two
+            dimensions, the others as a batch, as published.
+        max_norm: False leaves out max R in (6) and moves by U itself in (9). Version 0.3.
+        min_lr: Lower bound on rho in (2) wherever lr > 0. Version 0.3.
+        scalar_boost: A number: parameters with a single value move by
+            alpha * scalar_boost * G / (sqrt(v) + eps1) instead. Version 0.3.
+        eps_rms: A number: added to the counts in (5), in place of `mean_eps`, and to the
+            divisors' floors in (6) and (7). Version 0.1.
+        mean_eps: Added to the counts in (5); None means eps1.
+        full_matrix: Keep a dense variance for matrices too, by (5'). Version 0.2.
+        clip_threshold: Clip U to this L2 norm before (8); 0 for no clip. Version 0.2.
+        kappa_bounds: Lower and upper bound of (1).
+        step_rule: "relative" for (2) and (3); "ramp" for version 0.2's
+            alpha = min(lr, max(eps2, RMS(W)) * min(1e-6 * t, 1/sqrt(t))).
+        decay_by: What scales the decay in (4): "lr", or "step_size" for alpha.
+        vector_direction: "sign_max" for (9), "update" to move vectors by U itself.
+
+    Example:
+        >>> import torch, maxfactor
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = maxfactor.MaxFactor(model.parameters(), lr=0.01)
+        >>> model(torch.randn(8, 4)).square().mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+        >>> old = maxfactor.MaxFactor(model.parameters(), **maxfactor.recipe("0.2"))
+    """
+
+    hyper_class = MaxFactorHyper
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.01,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (1e-10, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.01,
+        gamma: float = 0.99,
+        *,
+        maximize: bool = False,
+        factor: str = "auto",
+        max_norm: bool = True,
+        min_lr: float = 0.0,
+        scalar_boost: float | None = None,
+        eps_rms: float | None = None,
+        mean_eps: float | None = 1e-8,
+        full_matrix: bool = False,
+        clip_threshold: float = 0.0,
+        kappa_bounds: tuple[float, float] = (0.0, 1.0),
+        step_rule: str = "relative",
+        decay_by: str = "lr",
+        vector_direction: str = "sign_max",
+    ) -> None:
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "beta2_decay": beta2_decay,
+            "eps": eps,
+            "d": d,
+            "weight_decay": weight_decay,
+            "gamma": gamma,
+            "maximize": maximize,
+            "factor": factor,
+            "max_norm": max_norm,
+            "min_lr": min_lr,
+            "scalar_boost": scalar_boost,
+            "eps_rms": eps_rms,
+            "mean_eps": mean_eps,
+            "full_matrix": full_matrix,
+            "clip_threshold": clip_threshold,
+            "kappa_bounds": kappa_bounds,
+            "step_rule": step_rule,
+            "decay_by": decay_by,
+            "vector_direction": vector_direction,
+        }
+        super().__init__(params, defaults)
+
+
+def _as_list(params: object) -> list[Any]:
+    """The parameters as a list, with the usual first mistakes named."""
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(
+            f"params must be an iterable of parameters, got the module {type(params).__name__}; "
+            "pass model.parameters() or model.named_parameters()"
+        )
+    if isinstance(params, (Tensor, dict)) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"params must be an iterable of parameters or groups, got {type(params).__name__}; "
+            "put it in a list"
+        )
+    listed = list(params)
+    if not listed:
+        raise ValueError(
+            "params is empty: nothing to optimize; a generator such as model.parameters() "
+            "can be used only once"
+        )
+    return listed
+
+
+def _names(group: dict[str, Any], first: int) -> Iterable[str]:
+    """Names of a group's parameters; `first` is the index of its first among all."""
+    numbered = (f"param_{first + i}" for i in range(len(group["params"])))
+    return chain(group.get("param_names", numbered))
+
+
+def _check_parameter(name: str, param: Tensor) -> None:
+    if param.dtype in SUPPORTED_DTYPES:
+        return
+    remedy = "leave it out of the parameter list"
+    if param.is_complex():
+        remedy = "optimize a real parameter and use torch.view_as_complex(parameter) in the model"
+    known = ", ".join(str(dtype) for dtype in SUPPORTED_DTYPES)
+    raise TypeError(
+        f"parameter {name!r} is {param.dtype}, but only {known} can be optimized; {remedy}"
+    )
+
+
+def _check_gradient(name: str, grad: Tensor) -> None:
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"the gradient of parameter {name!r} is sparse ({grad.layout}), which is not "
+            "supported; build its layer with sparse=False or call grad.to_dense() first"
+        )

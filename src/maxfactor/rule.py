@@ -1,0 +1,250 @@
+"""The maths: MaxFactor and Adafactor as pure functions, one equation after the other.
+
+Nothing here is changed in place and nothing is read back to the host, so each function may be
+called on its own. `step` is the functional form of one optimizer step:
+
+    >>> import torch
+    >>> from maxfactor import rule
+    >>> weight, grad = torch.ones(3, 2), torch.tensor([[1.0, -2.0], [0.5, 0.0], [0.0, 0.0]])
+    >>> hyper = rule.MaxFactorHyper(lr=0.01)
+    >>> state = rule.init_state(weight, hyper)
+    >>> weight, state, step_size = rule.step(weight, grad, state, hyper)
+
+Notation: W weight, G gradient, t step, R and C row and column factors of the second moment,
+U update, RMS(x) = ||x|| / sqrt(numel). Tags such as `# (6)` are the equations of the README.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from maxfactor.hyper import FLOAT32_TINY, AdafactorHyper, Hyper, MaxFactorHyper
+from maxfactor.state import State, factoring, init_state
+
+__all__ = [
+    "AdafactorHyper",
+    "MaxFactorHyper",
+    "Result",
+    "adafactor",
+    "init_state",
+    "maxfactor",
+    "step",
+]
+
+Scalar = float | Tensor  # a Python number, or a 0-dim tensor that stays on its device
+
+ADAFACTOR_MAX_STEP = 1e-2  # the paper's cap of the relative step, where no lr is given
+RAMP_PER_STEP = 1e-6  # version 0.2's linear warm-up
+
+
+class Result(NamedTuple):
+    """A step's outcome: the new weight, the new state, and the step size alpha of (3)."""
+
+    param: Tensor
+    state: State
+    step_size: Scalar
+
+
+def step(param: Tensor, grad: Tensor, state: State, hyper: Hyper) -> Result:
+    """Take one step of the rule that `hyper` belongs to; the arguments are left as they were."""
+    if isinstance(hyper, MaxFactorHyper):
+        return maxfactor(param, grad, state, hyper)
+    if isinstance(hyper, AdafactorHyper):
+        return adafactor(param, grad, state, hyper)
+    raise TypeError(f"hyper must be a MaxFactorHyper or an AdafactorHyper, got {hyper!r}")
+
+
+# ------------------------------------------------------------------------------- MaxFactor
+
+
+def maxfactor(param: Tensor, grad: Tensor, state: State, hyper: MaxFactorHyper) -> Result:
+    """One step of MaxFactor, equations (1) to (9)."""
+    counted = dict(state, step=state["step"] + 1)
+    if param.numel() == 0:
+        return Result(param.clone(), counted, 0.0)
+    t, lr = host_scalar(counted["step"]), host_scalar(hyper.lr)
+    w, g = working_copies(param, grad, hyper)
+
+    alpha = step_size(w, t, lr, hyper)  # (2) (3), W before decay
+    w = w * (1 - (lr if hyper.decay_by == "lr" else alpha) * hyper.weight_decay)  # (4)
+    if "variance" in state:
+        v = state["variance"].view_as(g)
+        variance = hyper.gamma * v + (1 - hyper.gamma) * g * g  # (5')
+        moments = {"variance": variance}
+    else:
+        kappa = statistic_weight(t, hyper)  # (1)
+        moments = factors(g, state, kappa, count_eps=hyper.count_eps)  # (5)
+        variance = factored_variance(**moments, hyper=hyper)  # (6)
+    if hyper.is_boosted_scalar(param.numel()):
+        move = boosted_scalar(g, variance, hyper)
+    else:
+        update = normalized(g, variance, hyper)  # (7)
+        move = direction(update, hyper)  # (9)
+        if hyper.d < 1.0:  # RMS(U) <= max|U| = 1, so from d = 1 on (8) is 1 and costs nothing
+            move = move / rms_divisor(update, hyper.d)  # (8)
+    return Result(moved(param, w, alpha * move), stored(counted, moments), alpha)
+
+
+def statistic_weight(t: Scalar, hyper: MaxFactorHyper) -> Scalar:
+    """Equation (1): the weight of the newest statistic, 1 at t = 1."""
+    low, high = hyper.kappa_bounds
+    return smaller(larger(t**hyper.beta2_decay, low), high)
+
+
+def step_size(w: Tensor, t: Scalar, lr: Scalar, hyper: MaxFactorHyper) -> Scalar:
+    """Equations (2) and (3): the relative step times the weight's own size."""
+    size = larger(rms(w), hyper.eps2)
+    if hyper.step_rule == "ramp":  # version 0.2: the cap is on the product
+        return smaller(size * smaller(RAMP_PER_STEP * t, t**-0.5), lr)
+    rho = smaller(lr, t**-0.5)  # (2)
+    rho = larger(rho, hyper.min_lr) * (lr > 0)  # a rate of 0 stays 0, whatever min_lr says
+    return rho * size  # (3)
+
+
+def factored_variance(row_var: Tensor, col_var: Tensor, hyper: MaxFactorHyper) -> Tensor:
+    """Equation (6): V = R C / max R. R is divided first, so that the product cannot overflow."""
+    if not hyper.max_norm:
+        return row_var * col_var
+    largest = row_var.amax(dim=-2, keepdim=True)  # (1, 1), one for each matrix of a batch
+    return row_var / largest.clamp(min=hyper.floor) * col_var
+
+
+def normalized(g: Tensor, variance: Tensor, hyper: MaxFactorHyper) -> Tensor:
+    """Equation (7): U = G / sqrt(V), scaled to a largest entry of 1; then version 0.2's clip."""
+    update = g * variance.clamp(min=hyper.variance_floor).rsqrt()
+    update = update / update.abs().amax().clamp(min=hyper.floor)
+    if hyper.clip_threshold > 0.0:
+        norm = vector_norm(update).clamp(min=hyper.clip_threshold)
+        update = update * (hyper.clip_threshold / norm)
+    return update
+
+
+def direction(update: Tensor, hyper: MaxFactorHyper) -> Tensor:
+    """Equation (9): each entry moves by its sign times its row's largest; a vector is one row."""
+    is_vector = update.dim() == 1
+    if hyper.vector_direction == "update" if is_vector else not hyper.max_norm:
+        return update
+    return update.sign() * update.abs().amax(dim=-1, keepdim=True)
+
+
+def boosted_scalar(g: Tensor, variance: Tensor, hyper: MaxFactorHyper) -> Tensor:
+    """Version 0.3's rule for a parameter with a single value."""
+    assert hyper.scalar_boost is not None
+    return hyper.scalar_boost * g / (variance.sqrt() + hyper.eps1).clamp(min=FLOAT32_TINY)
+
+
+# ------------------------------------------------------------------------------- Adafactor
+
+
+def adafactor(param: Tensor, grad: Tensor, state: State, hyper: AdafactorHyper) -> Result:
+    """One step of Adafactor as in the paper, without first moment (README, "Adafactor")."""
+    counted = dict(state, step=state["step"] + 1)
+    if param.numel() == 0:
+        return Result(param.clone(), counted, 0.0)
+    t = host_scalar(counted["step"])
+    w, g = working_copies(param, grad, hyper)
+
+    alpha, decay = adafactor_rates(w, t, hyper)
+    kappa = t**hyper.beta2_decay  # 1 - beta2
+    if "variance" in state:
+        v = state["variance"].view_as(g)
+        variance = torch.lerp(v, g * g + hyper.eps1, kappa)
+        moments = {"variance": variance}
+    else:
+        moments = factors(g, state, kappa, offset=hyper.eps1)
+        row_var, col_var = moments["row_var"], moments["col_var"]
+        mean = row_var.mean(dim=-2, keepdim=True).clamp(min=FLOAT32_TINY)
+        variance = row_var / mean * col_var  # V = R C / mean R
+    update = g * variance.clamp(min=FLOAT32_TINY).rsqrt()
+    update = update / rms_divisor(update, hyper.clip_threshold)
+    return Result(moved(param, w * (1 - decay), alpha * update), stored(counted, moments), alpha)
+
+
+def adafactor_rates(w: Tensor, t: Scalar, hyper: AdafactorHyper) -> tuple[Scalar, Scalar]:
+    """The step size and the share of W that decays."""
+    if not hyper.relative_step:
+        assert hyper.lr is not None
+        lr = host_scalar(hyper.lr)
+        return lr, lr * hyper.weight_decay
+    cap = ADAFACTOR_MAX_STEP if hyper.lr is None else host_scalar(hyper.lr)
+    alpha = smaller(cap, t**-0.5) * larger(rms(w), hyper.eps2)
+    # With an lr this is torch.optim.Adafactor's rule, where lr itself scales the decay.
+    return alpha, (alpha if hyper.lr is None else cap) * hyper.weight_decay
+
+
+# ---------------------------------------------------------------------------- small pieces
+
+
+def working_copies(param: Tensor, grad: Tensor, hyper: Hyper) -> tuple[Tensor, Tensor]:
+    """W and G in the precision of the arithmetic; G as a vector, (m, n) or (batch, m, n).
+
+    Float32 for both, except that a float64 W is not rounded.
+    """
+    layout = factoring(tuple(param.shape), hyper.factor)
+    g = grad.to(torch.float32).reshape((-1,) if layout is None else layout.matrix)
+    return param.to(torch.promote_types(param.dtype, torch.float32)), -g if hyper.maximize else g
+
+
+def moved(param: Tensor, w: Tensor, move: Tensor) -> Tensor:
+    """W minus its move, in the shape and dtype of the parameter."""
+    return (w - move.reshape(w.shape)).to(param.dtype)
+
+
+def stored(counted: State, moments: State) -> State:
+    """The new state, each tensor in the shape it is kept in."""
+    return {**counted, **{key: x.reshape(counted[key].shape) for key, x in moments.items()}}
+
+
+def factors(
+    g: Tensor, state: State, kappa: Scalar, *, count_eps: float = 0.0, offset: float = 0.0
+) -> State:
+    """Equation (5): the running means of the squared gradient over rows and over columns."""
+    m, n = g.shape[-2:]
+    row_mean = sum_of_squares(g, dim=-1) / (n + count_eps) + offset  # (m, 1)
+    col_mean = sum_of_squares(g, dim=-2) / (m + count_eps) + offset  # (1, n)
+    return {
+        "row_var": torch.lerp(state["row_var"].view_as(row_mean), row_mean, kappa),
+        "col_var": torch.lerp(state["col_var"].view_as(col_mean), col_mean, kappa),
+    }
+
+
+def sum_of_squares(x: Tensor, dim: int) -> Tensor:
+    """Sums along `dim`, kept as 1, without a temporary of x's size."""
+    return vector_norm(x, dim=dim, keepdim=True).square()
+
+
+def rms(x: Tensor) -> Tensor:
+    """RMS(x), a 0-dim tensor."""
+    return vector_norm(x) / math.sqrt(x.numel())
+
+
+def rms_divisor(update: Tensor, d: float) -> Scalar:
+    """Equation (8): s = max(1, RMS(U) / d)."""
+    return larger(rms(update) / d, 1.0)
+
+
+def host_scalar(x: Scalar) -> Scalar:
+    """A Python number where that costs nothing, else the 0-dim tensor itself."""
+    if isinstance(x, Tensor):
+        # .item() of a CPU tensor is a memory read; elsewhere it would wait for the device.
+        return float(x.item()) if x.device.type == "cpu" else x.reshape(())
+    return x
+
+
+def smaller(a: Scalar, b: Scalar) -> Scalar:
+    """min(a, b) without reading a tensor back."""
+    if isinstance(a, Tensor):
+        return a.clamp(max=b)
+    return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)
+
+
+def larger(a: Scalar, b: Scalar) -> Scalar:
+    """max(a, b) without reading a tensor back."""
+    if isinstance(a, Tensor):
+        return a.clamp(min=b)
+    return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)

@@ -1,0 +1,115 @@
+"""AdaptiveSchedule: warm-up and cosine decay of the cap on a relative step."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from maxfactor.hyper import check_number, check_positive
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+WARMUP_FLOOR = 0.001  # the first step's share of the base rate
+
+
+class AdaptiveSchedule(LRScheduler):
+    r"""Schedules the cap `lr` of an optimizer that has a rate of its own inside.
+
+    The cap rises linearly from 0.001 of the base to the base over `warmup_steps`, then falls along
+    a cosine to `decay_factor` times the base at `total_steps` and stays there. It is a function of
+    the step count alone: what the optimizer made of it is never fed back.
+
+    Args:
+        optimizer: Any torch optimizer.
+        initial_lr: The base rate; None takes each group's own `lr`.
+        warmup_steps: Steps until the base rate is reached.
+        decay_factor: Share of the base rate left at the end, in (0, 1].
+        total_steps: The step at which `decay_factor` is reached, warm-up included. None: no decay.
+        last_epoch: Index of the last step when a run is resumed by hand.
+
+    Example:
+        >>> import torch, maxfactor
+        >>> optimizer = maxfactor.MaxFactor([torch.nn.Parameter(torch.ones(3, 2))], lr=0.01)
+        >>> schedule = maxfactor.AdaptiveSchedule(optimizer, warmup_steps=500, total_steps=10_000)
+        >>> schedule.get_last_lr()
+        [1e-05]
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        initial_lr: float | None = None,
+        warmup_steps: int = 0,
+        decay_factor: float = 0.1,
+        total_steps: int | None = None,
+        last_epoch: int = -1,
+    ) -> None:
+        self.initial_lr = None if initial_lr is None else check_positive("initial_lr", initial_lr)
+        self.warmup_steps = _check_steps("warmup_steps", warmup_steps)
+        self.decay_factor = _check_decay_factor(decay_factor)
+        self.total_steps = None if total_steps is None else _check_steps("total_steps", total_steps)
+        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"total_steps must be more than warmup_steps={warmup_steps}, got {total_steps}"
+            )
+        _check_rates(optimizer)
+        super().__init__(optimizer, last_epoch)
+
+    def factor(self, step: int) -> float:
+        """The share of the base rate at a step."""
+        if step < self.warmup_steps:
+            return WARMUP_FLOOR + (1.0 - WARMUP_FLOOR) * step / self.warmup_steps
+        if self.total_steps is None:
+            return 1.0
+        progress = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
+        cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+        return self.decay_factor + (1.0 - self.decay_factor) * cosine
+
+    def get_lr(self) -> list[Any]:
+        """The caps of the present step, from the base rates alone."""
+        factor = self.factor(self.last_epoch)
+        return [factor * base for base in self._bases()]
+
+    def effective_lr(self) -> list[float]:
+        """What the optimizer really used in its last step, per group.
+
+        The mean step size of the group's parameters, or the cap for an optimizer that has no
+        `effective_lr()` of its own.
+        """
+        own = getattr(self.optimizer, "effective_lr", None)
+        if own is not None:
+            return list(own())
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def _bases(self) -> list[float | Tensor]:
+        bases: list[Any] = self.base_lrs
+        return bases if self.initial_lr is None else [self.initial_lr] * len(bases)
+
+
+def _check_steps(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, got {value!r} ({type(value).__name__})")
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+    return value
+
+
+def _check_decay_factor(value: object) -> float:
+    number = check_number("decay_factor", value)
+    if not 0.0 < number <= 1.0:
+        raise ValueError(f"decay_factor must lie in (0, 1], got {number}")
+    return number
+
+
+def _check_rates(optimizer: Optimizer) -> None:
+    """A scheduler needs rates to scale; Adafactor without an lr has none."""
+    groups = getattr(optimizer, "param_groups", [])
+    if any(group["lr"] is None for group in groups):
+        raise ValueError(
+            "the optimizer has a group with lr=None, which leaves nothing to schedule; "
+            "for Adafactor give lr=0.01, relative_step=True, which starts from the same rate"
+        )

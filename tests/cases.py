@@ -1,0 +1,92 @@
+"""The one table of cases that every rule and every backend is tested on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "0-d": (),
+    "one": (1,),
+    "1-d": (9,),
+    "one-by-one": (1, 1),
+    "tall": (31, 7),
+    "wide": (7, 31),
+    "row": (1, 6),
+    "column": (6, 1),
+    "3-d": (12, 5, 3),
+    "4-d": (5, 2, 3, 3),
+    "empty vector": (0,),
+    "empty matrix": (0, 5),
+}
+
+# The arguments of both MaxFactor and the oracle, each set over every version.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as published": {},
+    "factor last": {"factor": "last"},
+    "decay": {"weight_decay": 0.3},
+    "maximize": {"maximize": True},
+    "small d": {"d": 0.2},
+    "no max_norm": {"max_norm": False},
+    "full_matrix": {"full_matrix": True},
+    "clip": {"clip_threshold": 0.7},
+    "no clip": {"clip_threshold": 0.0},
+    "boost": {"scalar_boost": 3.0},
+    "large eps": {"eps": (0.05, 0.5)},
+    "eps_rms": {"eps_rms": 0.1},
+    "gamma": {"gamma": 0.5, "beta2_decay": -0.3},
+}
+
+ADAFACTOR_VARIANTS: dict[str, dict[str, Any]] = {
+    "relative": {},
+    "absolute": {"lr": 0.03, "weight_decay": 0.2},
+    "decay": {"weight_decay": 0.5},
+    "as torch": {"lr": 0.05, "relative_step": True, "weight_decay": 0.1},
+    "factor last": {"factor": "last"},
+    "maximize": {"maximize": True},
+    "clip": {"clip_threshold": 0.4},
+    "large eps": {"eps": (0.1, 0.5)},
+    "default eps": {"eps": (None, 1e-3)},
+}
+
+STEPS = 12
+
+
+@dataclass
+class Problem:
+    """A weight and the gradients that are injected step by step."""
+
+    weight: Tensor
+    grads: list[Tensor] = field(default_factory=list)
+
+    def arrays(self) -> tuple[Any, list[Any]]:
+        """The same in float64, for the oracle."""
+        return (
+            self.weight.double().numpy().copy(),
+            [grad.double().numpy().copy() for grad in self.grads],
+        )
+
+
+def problem(
+    shape: tuple[int, ...],
+    *,
+    dtype: torch.dtype = torch.float32,
+    steps: int = STEPS,
+    scale: float = 1.0,
+    seed: int = 0,
+) -> Problem:
+    """Gradients of changing size with rows and columns of different size, and some zeros."""
+    rng = np.random.default_rng(seed)
+    weight = torch.from_numpy(np.asarray(rng.normal(size=shape) * 0.3)).to(dtype)
+    grads = []
+    for t in range(steps):
+        grad = np.asarray(rng.normal(size=shape) * np.exp(rng.normal(size=shape)))
+        grad = np.where(rng.random(size=shape) < 0.1, 0.0, grad) * scale * (1.0 + t % 4)
+        if t == 5:
+            grad = np.zeros(shape)  # a whole step without a gradient signal
+        grads.append(torch.from_numpy(np.asarray(grad)).to(dtype))
+    return Problem(weight, grads)
