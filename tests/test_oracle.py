@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from cases import ADAFACTOR_VARIANTS, SHAPES, STEPS, VARIANTS, Problem, problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import oracle
+from cases import ADAFACTOR_VARIANTS, SHAPES, STEPS, VARIANTS, Problem, problem
 from maxfactor import Adafactor, MaxFactor, recipe
 from maxfactor.optimizer import FactoredOptimizer
 

@@ -145,11 +145,16 @@ class Hyper:
     @classmethod
     def from_group(cls: type[H], group: Mapping[str, Any]) -> H:
         """Check the settings of a parameter group; a missing one takes its default."""
-        return cls(**{f.name: group[f.name] for f in fields(cls) if f.name in group})
+        return cls(**{name: group[name] for name in cls.names() if name in group})
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The settings' names, which are keys of a parameter group."""
+        return [f.name for f in fields(cls)]
 
     def as_group(self) -> dict[str, Any]:
         """The settings as a group holds them; a tensor `lr` stays the caller's own tensor."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: getattr(self, name) for name in self.names()}
 
     @property
     def eps1(self) -> float:

@@ -37,8 +37,8 @@ class FactoredOptimizer(Optimizer):
         super().__setstate__(state)
         self._step_sizes = {}
         for group in self.param_groups:  # a checkpoint may be older than one of the settings
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
+            for name in self.hyper_class.names():
+                group.setdefault(name, self.defaults[name])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with settings of its own; the defaults fill in what it leaves out."""

@@ -215,12 +215,14 @@ def factors(
 
 def sum_of_squares(x: Tensor, dim: int) -> Tensor:
     """Sums along `dim`, kept as 1, without a temporary of x's size."""
-    return vector_norm(x, dim=dim, keepdim=True).square()
+    norm: Tensor = vector_norm(x, dim=dim, keepdim=True)
+    return norm.square()
 
 
 def rms(x: Tensor) -> Tensor:
     """RMS(x), a 0-dim tensor."""
-    return vector_norm(x) / math.sqrt(x.numel())
+    norm: Tensor = vector_norm(x)
+    return norm / math.sqrt(x.numel())
 
 
 def rms_divisor(update: Tensor, d: float) -> Scalar:

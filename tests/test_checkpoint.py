@@ -1,0 +1,164 @@
+"""state_dict and load_state_dict: nothing lost, nothing silently cast, nothing foreign loaded."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from maxfactor import Adafactor, MaxFactor, recipe
+from test_torch_contract import inject, net, train
+
+by_class = pytest.mark.parametrize("cls", [MaxFactor, Adafactor])
+
+
+def snapshot(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    state = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
+    return groups, state
+
+
+def assert_unchanged(optimizer: torch.optim.Optimizer, before: tuple[Any, Any]) -> None:
+    groups, state = snapshot(optimizer)
+    assert groups == before[0]
+    assert set(state) == set(before[1])
+    for param, tensors in state.items():
+        assert all(torch.equal(value, before[1][param][key]) for key, value in tensors.items())
+
+
+@by_class
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_resume_through_a_file_is_exact(cls: type[Any], dtype: torch.dtype) -> None:
+    """Saved, loaded with weights_only=True, and trained on: the same bits as without the break."""
+    straight, broken = net(dtype), net(dtype)
+    one, two = cls(straight.parameters()), cls(broken.parameters())
+    train(one, list(straight.parameters()), range(8))
+    train(two, list(broken.parameters()), range(4))
+
+    file = io.BytesIO()
+    torch.save({"model": broken.state_dict(), "optimizer": two.state_dict()}, file)
+    file.seek(0)
+    checkpoint = torch.load(file, weights_only=True)
+    resumed = net(dtype, seed=1)
+    resumed.load_state_dict(checkpoint["model"])
+    three = cls(resumed.parameters(), lr=0.5)
+    three.load_state_dict(checkpoint["optimizer"])
+    for state in three.state.values():
+        assert all(value.dtype == torch.float32 for value in state.values())
+    train(three, list(resumed.parameters()), range(4, 8))
+
+    for a, b in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+        for key, value in one.state[a].items():
+            assert torch.equal(value, three.state[b][key])
+    assert three.param_groups[0]["lr"] == one.param_groups[0]["lr"]
+
+
+@by_class
+def test_a_loaded_dict_is_not_shared(cls: type[Any]) -> None:
+    """Training on must not change the checkpoint, nor the optimizer it came from."""
+    first, second = net(), net()
+    one, two = cls(first.parameters()), cls(second.parameters())
+    train(one, list(first.parameters()), range(2))
+    two.load_state_dict(one.state_dict())
+    before = snapshot(one)
+    train(two, list(second.parameters()), range(2, 4))
+    assert_unchanged(one, before)
+
+
+def test_state_dict_keyword_and_roundtrip() -> None:
+    """torch's distributed checkpointing loads by keyword; accelerate loads a state into itself."""
+    model = net()
+    optimizer = MaxFactor(model.parameters())
+    train(optimizer, list(model.parameters()), range(2))
+    before = snapshot(optimizer)
+    optimizer.load_state_dict(state_dict=optimizer.state_dict())
+    assert_unchanged(optimizer, before)
+
+
+def test_users_load_hooks_see_the_restored_state() -> None:
+    model = net(torch.bfloat16)
+    optimizer = MaxFactor(model.parameters())
+    train(optimizer, list(model.parameters()), range(2))
+    saved = optimizer.state_dict()
+    seen: list[torch.dtype] = []
+
+    def halve(_: object, loaded: dict[str, Any]) -> dict[str, Any]:
+        state = {i: {k: v / 2 for k, v in s.items()} for i, s in loaded["state"].items()}
+        return {**loaded, "state": state}
+
+    optimizer.register_load_state_dict_pre_hook(halve)
+    optimizer.register_load_state_dict_post_hook(
+        lambda o: seen.extend(v.dtype for s in o.state.values() for v in s.values())
+    )
+    optimizer.load_state_dict(saved)
+    assert set(seen) == {torch.float32}
+    assert [int(s["step"]) for s in optimizer.state.values()] == [1] * 4
+
+
+def saved_from(model: torch.nn.Module, **arguments: Any) -> dict[str, Any]:
+    optimizer = MaxFactor(model.named_parameters(), **arguments)
+    train(optimizer, list(model.parameters()), range(1))
+    return optimizer.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "message"),
+    [
+        (torch.nn.Linear(48, 5), {}, r"2 parameters in group 0.* has 4; '2.weight'|'\w"),
+        (torch.nn.Sequential(net(), torch.nn.Linear(4, 4)), {}, "'1.weight' is only in the check"),
+        (torch.nn.Sequential(torch.nn.Conv1d(3, 8, 5), *list(net())[1:]), {}, "of parameter '0.w"),
+        (net(), {"full_matrix": True}, None),
+        (net(), {"factor": "last"}, None),
+    ],
+)
+def test_foreign_checkpoints(
+    model: torch.nn.Module, arguments: dict[str, Any], message: str | None
+) -> None:
+    """A longer, shorter or differently shaped model is refused by name, and nothing changes.
+
+    Another `factor` or `full_matrix` is no other model: the checkpoint brings its own settings.
+    """
+    own = net()
+    optimizer = MaxFactor(own.named_parameters())
+    train(optimizer, list(own.parameters()), range(2))
+    before = snapshot(optimizer)
+    saved = saved_from(model, **arguments)
+    if message is None:
+        optimizer.load_state_dict(saved)
+        train(optimizer, list(own.parameters()), range(2, 4))
+    else:
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(saved)
+        assert_unchanged(optimizer, before)
+
+
+def test_other_optimizers_and_groups_are_refused() -> None:
+    model = net()
+    adam = torch.optim.AdamW(model.parameters())
+    inject(list(model.parameters()), 0)
+    adam.step()
+    optimizer = MaxFactor(model.parameters())
+    with pytest.raises(ValueError, match=r"eps must be a pair"):
+        optimizer.load_state_dict(adam.state_dict())
+    saved = adam.state_dict()
+    del saved["param_groups"][0]["eps"]
+    with pytest.raises(ValueError, match=r"holds \['exp_avg', .*'param_0'.*another optimizer"):
+        optimizer.load_state_dict(saved)
+    split = MaxFactor([{"params": [p]} for p in model.parameters()])
+    with pytest.raises(ValueError, match="4 parameter groups, this optimizer has 1"):
+        optimizer.load_state_dict(split.state_dict())
+
+
+def test_a_checkpoint_without_a_newer_setting_takes_its_default() -> None:
+    model = net()
+    optimizer = MaxFactor(model.parameters(), **recipe("0.3"))
+    train(optimizer, list(model.parameters()), range(2))
+    saved = optimizer.state_dict()
+    del saved["param_groups"][0]["kappa_bounds"]
+    fresh = MaxFactor(model.parameters(), **recipe("0.3"))
+    fresh.load_state_dict(saved)
+    assert fresh.param_groups[0]["kappa_bounds"] == (0.001, 0.999)
+    train(fresh, list(model.parameters()), range(2, 3))

@@ -1,0 +1,102 @@
+"""The functional form on its own, the factoring, and the recipes."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from cases import SHAPES, problem
+from maxfactor import MaxFactor, recipe, rule
+from maxfactor.hyper import AdafactorHyper, Hyper, MaxFactorHyper
+from maxfactor.recipes import RECIPES
+from maxfactor.state import factoring
+
+
+@pytest.mark.parametrize("hyper", [MaxFactorHyper(), AdafactorHyper(), MaxFactorHyper(d=0.3)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_step_changes_none_of_its_arguments(hyper: Hyper, shape: str) -> None:
+    case = problem(SHAPES[shape], steps=3)
+    weight, state = case.weight, rule.init_state(case.weight, hyper)
+    for grad in case.grads:
+        before = [weight.clone(), grad.clone(), *(x.clone() for x in state.values())]
+        result = rule.step(weight, grad, state, hyper)
+        after = [weight, grad, *state.values()]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        for key, value in result.state.items():
+            assert value.shape == state[key].shape
+        weight, state = result.param, result.state
+
+
+def test_it_is_the_optimizers_step() -> None:
+    case = problem((8, 5))
+    param, hyper = torch.nn.Parameter(case.weight.clone()), MaxFactorHyper(lr=0.03)
+    optimizer, weight = MaxFactor([param], lr=0.03), case.weight
+    state = rule.init_state(weight, hyper)
+    for grad in case.grads:
+        param.grad = grad.clone()
+        optimizer.step()
+        weight, state, step_size = rule.step(weight, grad, state, hyper)
+        assert torch.equal(weight, param)
+        assert optimizer.effective_lr() == [float(step_size)]
+
+
+def test_an_unknown_rule_is_refused() -> None:
+    state = rule.init_state(torch.ones(2), Hyper())
+    with pytest.raises(TypeError, match="must be a MaxFactorHyper or an AdafactorHyper"):
+        rule.step(torch.ones(2), torch.ones(2), state, Hyper())
+
+
+def test_worth_knowing() -> None:
+    """Limit cases that the README states: where the rule collapses to something simple."""
+    case = problem((8, 5), steps=1)
+    weight, (grad,) = case.weight, case.grads
+    hyper = MaxFactorHyper(lr=0.01, weight_decay=0.0)
+    moved = weight - rule.step(weight, grad, rule.init_state(weight, hyper), hyper).param
+    assert torch.equal(moved.sign(), grad.sign())  # sign(U) = sign(G)
+    size = 0.01 * weight.square().mean().sqrt()
+    torch.testing.assert_close(moved.abs().max(), size, rtol=1e-5, atol=0.0)  # max|U| = 1
+    vector = rule.step(weight[0], grad[0], rule.init_state(weight[0], hyper), hyper)
+    expected = weight[0] - vector.step_size * grad[0].sign()  # a vector moves by its sign alone
+    torch.testing.assert_close(vector.param, expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "factor", "matrix", "row", "col"),
+    [
+        ((7, 31), "auto", (7, 31), (7, 1), (1, 31)),
+        ((384, 80, 3), "auto", (384, 240), (384, 1, 1), (1, 80, 3)),
+        ((384, 80, 3), "last", (384, 80, 3), (384, 80, 1), (384, 1, 3)),
+        ((5, 2, 3, 3), "auto", (10, 9), (5, 2, 1, 1), (1, 1, 3, 3)),
+        ((5, 2, 3, 3), "last", (10, 3, 3), (5, 2, 3, 1), (5, 2, 1, 3)),
+        ((4, 1, 4), "auto", (4, 4), (4, 1, 1), (1, 1, 4)),  # a tie: the earlier split
+    ],
+)
+def test_factoring(
+    shape: tuple[int, ...],
+    factor: str,
+    matrix: tuple[int, ...],
+    row: tuple[int, ...],
+    col: tuple[int, ...],
+) -> None:
+    found = factoring(shape, factor)
+    assert found is not None
+    assert (found.matrix, found.row, found.col) == (matrix, row, col)
+
+
+def test_vectors_are_not_factored() -> None:
+    assert factoring((9,), "auto") is None
+    assert factoring((), "last") is None
+
+
+def test_recipe_1_0_is_the_default() -> None:
+    signature = inspect.signature(MaxFactor).parameters
+    assert recipe("1.0").items() <= {k: v.default for k, v in signature.items()}.items()
+
+
+def test_a_recipe_is_the_callers_own() -> None:
+    recipe("0.2")["lr"] = 3.0
+    assert recipe("0.2")["lr"] == 0.01
+    for name in RECIPES:
+        MaxFactor([torch.nn.Parameter(torch.ones(2))], **recipe(name))

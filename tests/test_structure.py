@@ -1,0 +1,74 @@
+"""The shape of the source: imports point one way, host reads carry their reason."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import maxfactor
+
+SOURCE = Path(maxfactor.__file__).parent
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+# A module may import from the ranks before its own, never from its own or later ones.
+RANKS = [
+    {"hyper"},
+    {"state"},
+    {"rule", "work"},
+    {"backends.reference"},
+    {"optimizer", "recipes", "schedule"},
+    {"adafactor"},
+]
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of the package that `path` imports, type-checking blocks included."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "maxfactor":
+            base = (node.module or "").removeprefix("maxfactor").removeprefix(".")
+            for alias in node.names:
+                whole = f"{base}.{alias.name}".removeprefix(".")
+                is_module = (SOURCE / Path(*whole.split("."))).with_suffix(".py").exists()
+                names.add(whole if is_module else base)
+    return names
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_point_one_way(path: Path) -> None:
+    name = name_of(path)
+    if name.endswith("__init__"):
+        return
+    rank = next((i for i, names in enumerate(RANKS) if name in names), None)
+    assert rank is not None, f"{name} has no rank: add it to RANKS"
+    allowed = set().union(*RANKS[:rank])
+    assert imported(path) <= allowed, f"{name} imports {imported(path) - allowed}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_host_reads_carry_their_reason(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines):
+        if re.search(r"\.item\(\)|\.tolist\(\)|\.cpu\(\)", line.split("#")[0]):
+            reason = "#" in line or lines[number - 1].lstrip().startswith("#")
+            reason = reason or "# reading" in lines[number - 1]
+            assert reason, f"{name_of(path)}:{number + 1} reads a tensor without saying why"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_only_torch_is_needed(path: Path) -> None:
+    known = {"torch", "maxfactor", "__future__"}
+    known |= {"ast", "collections", "dataclasses", "functools", "itertools", "math", "numbers"}
+    known |= {"typing"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            assert {alias.name.split(".")[0] for alias in node.names} <= known
+        if isinstance(node, ast.ImportFrom):
+            assert (node.module or "").split(".")[0] in known
