@@ -13,16 +13,21 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import NamedTuple
+from statistics import mean
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn.functional import ctc_loss
 
 import maxfactor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.optim import Optimizer
 
 # ------------------------------------------------------------------------------- the calls
 
@@ -47,13 +52,17 @@ class Line:
     gap: tuple[float, float] = (0.05, 0.12)  # seconds
     loudness: tuple[float, float] = (-12.0, 0.0)  # dB, of each of the two tones by itself
     detuning: float = 0.015  # share of the frequency, up or down
-    snr: tuple[float, float] = (-3.0, 15.0)  # dB
+    snr: tuple[float, float] = (-5.0, 15.0)  # dB
 
     @property
     def samples(self) -> int:
         """Length of every call, enough for the slowest one."""
         longest = self.digits[1] * (self.press[1] + self.gap[1]) + self.gap[1]
         return round(RATE * longest)
+
+
+LINE = Line()
+HELD_OUT_SEED = 2**31  # far from any --seed in use
 
 
 class Calls(NamedTuple):
@@ -74,32 +83,43 @@ def make_calls(count: int, generator: Generator, line: Line) -> Calls:
 
 
 def synthesize(keys: Tensor, generator: Generator, line: Line) -> Tensor:
-    """Waveforms (calls, samples) of the keys (calls, digits), 0 for a key not pressed."""
+    """Waveforms (calls, samples) of the keys (calls, digits), 0 for a key that is not pressed."""
+    press, pressed = timing(keys, generator, line)
+    wave = tones(keys, press, generator, line) * pressed
+    power = wave.square().sum(1, keepdim=True) / pressed.sum(1, keepdim=True).clamp(min=1)
+    snr = 10.0 ** (uniform(line.snr, (len(keys), 1), generator) / 10.0)
+    return wave + (power / snr).sqrt() * torch.randn(wave.shape, generator=generator)
 
-    def draw(ends: tuple[float, float], *shape: int) -> Tensor:
-        return ends[0] + (ends[1] - ends[0]) * torch.rand(shape, generator=generator)
 
+def timing(keys: Tensor, generator: Generator, line: Line) -> tuple[Tensor, Tensor]:
+    """For each sample the number of its press, and whether the key is down: (calls, samples)."""
     calls, digits = keys.shape
-    pauses = torch.stack([draw(line.gap, calls, digits), draw(line.press, calls, digits)], dim=-1)
-    edges = pauses.flatten(1).cumsum(1)  # seconds at which a press begins, ends, the next begins...
-    seconds = torch.arange(line.samples) / RATE
-    part = torch.searchsorted(edges, seconds.expand(calls, -1).contiguous(), right=True)
-    press = (part // 2).clamp(max=digits - 1)  # (calls, samples)
-    sounds = (part % 2 == 1) & (keys.gather(1, press) != BLANK)
+    gaps, presses = (uniform(x, (calls, digits), generator) for x in (line.gap, line.press))
+    edges = torch.stack([gaps, presses], dim=-1).flatten(1).cumsum(1)  # down, up, down, up, ...
+    seconds = (torch.arange(line.samples) / RATE).expand(calls, -1).contiguous()
+    edges_before = torch.searchsorted(edges, seconds, right=True)
+    press = (edges_before // 2).clamp(max=digits - 1)
+    return press, (edges_before % 2 == 1) & (keys.gather(1, press) != BLANK)
 
-    detuned = 1.0 + draw((-line.detuning, line.detuning), calls, digits, 2)
+
+def tones(keys: Tensor, press: Tensor, generator: Generator, line: Line) -> Tensor:
+    """The two tones of each press, as if it lasted as long as the call."""
+    shape = (*keys.shape, 2)
+    detuned = 1.0 + uniform((-line.detuning, line.detuning), shape, generator)
     frequency = FREQUENCIES[keys] * detuned
-    amplitude = 10.0 ** (draw(line.loudness, calls, digits, 2) / 20.0)
-    phase = draw((0.0, 2.0 * math.pi), calls, digits, 2)
-    wave = torch.zeros(calls, line.samples)
+    amplitude = 10.0 ** (uniform(line.loudness, shape, generator) / 20.0)
+    phase = uniform((0.0, 2.0 * math.pi), shape, generator)
+    radians = 2.0 * math.pi * torch.arange(press.shape[1]) / RATE
+    wave = torch.zeros(press.shape)
     for tone in range(2):
-        now = [x[..., tone].gather(1, press) for x in (amplitude, frequency, phase)]
-        wave += now[0] * torch.sin(2.0 * math.pi * now[1] * seconds + now[2])
-    wave *= sounds
+        a, f, p = (x[..., tone].gather(1, press) for x in (amplitude, frequency, phase))
+        wave += a * torch.sin(f * radians + p)
+    return wave
 
-    power = wave.square().sum(1, keepdim=True) / sounds.sum(1, keepdim=True).clamp(min=1)
-    noise = torch.randn(wave.shape, generator=generator)
-    return wave + noise * (power / 10.0 ** (draw(line.snr, calls, 1) / 10.0)).sqrt()
+
+def uniform(ends: tuple[float, float], shape: tuple[int, ...], generator: Generator) -> Tensor:
+    """Random numbers between the two ends."""
+    return ends[0] + (ends[1] - ends[0]) * torch.rand(shape, generator=generator)
 
 
 def log_spectrogram(wave: Tensor) -> Tensor:
@@ -107,11 +127,14 @@ def log_spectrogram(wave: Tensor) -> Tensor:
     window = torch.hann_window(WINDOW)
     spectrum = torch.stft(wave, WINDOW, HOP, window=window, return_complex=True)[:, :BINS]
     power = (spectrum.abs().square() + 1e-8).log()
-    mean = power.mean((1, 2), keepdim=True)
-    return (power - mean) / power.std((1, 2), keepdim=True)
+    centred = power - power.mean((1, 2), keepdim=True)
+    return centred / power.std((1, 2), keepdim=True)
 
 
 # ------------------------------------------------------------------------------- the model
+
+
+Pair = tuple[str, str]  # what was dialled, and what the model heard
 
 
 class Transcriber(nn.Module):
@@ -147,12 +170,6 @@ def loss_of(model: nn.Module, calls: Calls) -> Tensor:
     return ctc_loss(log_probs, calls.keys, frames, calls.lengths, blank=BLANK)
 
 
-def heard(log_probs: Tensor) -> list[str]:
-    """The best key in each frame, repeats and blanks left out."""
-    best = log_probs.argmax(-1)
-    return [to_text(torch.unique_consecutive(frames)) for frames in best.cpu()]
-
-
 def to_text(keys: Tensor) -> str:
     """Keys as they are printed on the telephone."""
     return "".join(KEYS[key - 1] for key in keys.tolist() if key != BLANK)
@@ -169,15 +186,16 @@ def edit_distance(a: str, b: str) -> int:
 
 
 @torch.no_grad()
-def transcriptions(model: nn.Module, calls: Calls) -> list[tuple[str, str]]:
-    """What was dialled and what the model heard, for each call."""
+def transcribe(model: nn.Module, calls: Calls) -> list[Pair]:
+    """Decode greedily: the best key in each frame, without repeats and blanks."""
     model.eval()
-    texts = heard(model(calls.spectrogram))
+    best = model(calls.spectrogram).argmax(-1).cpu()  # one transfer for all calls
     model.train()
-    return list(zip(map(to_text, calls.keys), texts, strict=True))
+    heard = (to_text(torch.unique_consecutive(frames)) for frames in best)
+    return list(zip(map(to_text, calls.keys), heard, strict=True))
 
 
-def error_rate(pairs: list[tuple[str, str]]) -> float:
+def error_rate(pairs: list[Pair]) -> float:
     """Wrong, missing and surplus digits as a share of the digits dialled."""
     return sum(edit_distance(*pair) for pair in pairs) / sum(len(dialled) for dialled, _ in pairs)
 
@@ -190,23 +208,16 @@ class Contestant:
     """An optimizer and how it is used."""
 
     name: str
-    make: Callable[[nn.Module, float], torch.optim.Optimizer]
+    optimizer: Callable[..., Optimizer]
     lr: float
-    clip: float | None = None  # norm to which the gradient is clipped
+    settings: dict[str, Any] = field(default_factory=dict)
+    clip: float | None = None  # the norm to which gradients are clipped
 
 
 CONTESTANTS = {
-    "maxfactor": Contestant(
-        "MaxFactor", lambda model, lr: maxfactor.MaxFactor(model.parameters(), lr=lr), lr=0.02
-    ),
-    "adamw": Contestant(
-        "AdamW", lambda model, lr: torch.optim.AdamW(model.parameters(), lr=lr), lr=2e-3, clip=1.0
-    ),
-    "adafactor": Contestant(
-        "Adafactor",
-        lambda model, lr: maxfactor.Adafactor(model.parameters(), lr=lr, relative_step=True),
-        lr=0.05,
-    ),
+    "maxfactor": Contestant("MaxFactor", maxfactor.MaxFactor, lr=0.06),
+    "adamw": Contestant("AdamW", torch.optim.AdamW, lr=0.003, clip=1.0),
+    "adafactor": Contestant("Adafactor", maxfactor.Adafactor, 0.06, {"relative_step": True}),
 }
 
 
@@ -214,23 +225,22 @@ CONTESTANTS = {
 class Plan:
     """Everything about a training but the optimizer."""
 
-    steps: int = 600
+    steps: int = 500
     seed: int = 0
     batch: int = 24
     held_out: int = 256
     report_every: int = 100
     device: str = "cpu"
-    line: Line = field(default_factory=Line)
 
 
 class Point(NamedTuple):
-    """What is known after a step: the mean loss since the last point, and the held-out error."""
+    """Where a training stands after a step."""
 
     step: int
-    loss: float
-    error: float
-    lr: float
-    seconds: float
+    loss: float  # mean since the point before
+    error: float  # on the held-out calls
+    lr: float  # as the step really used it
+    seconds: float  # in forward, backward and step
 
 
 @dataclass(frozen=True)
@@ -238,67 +248,152 @@ class Run:
     """A finished training."""
 
     curve: list[Point]
-    state_bytes: float
-    examples: list[tuple[str, str]]
-
-
-HELD_OUT_SEED = 2**31  # no --seed gives the same calls
+    state_bytes: float  # for each parameter
+    pairs: list[Pair]
 
 
 def train(contestant: Contestant, plan: Plan, report: Callable[[Point], None]) -> Run:
-    """Train a new model; the same plan gives every optimizer the same weights and calls."""
+    """Train a new model; a plan gives every optimizer the same first weights and the same calls."""
     torch.manual_seed(plan.seed)
     model = Transcriber().to(plan.device)
-    optimizer = contestant.make(model, contestant.lr)
+    settings = {**contestant.settings, "lr": contestant.lr}
+    optimizer = contestant.optimizer(model.parameters(), **settings)
     schedule = maxfactor.AdaptiveSchedule(
         optimizer, warmup_steps=plan.steps // 10, total_steps=plan.steps, decay_factor=0.05
     )
-    generator = Generator().manual_seed(plan.seed)
-    held_out = held_out_calls(plan)
+    generator, held_out = Generator().manual_seed(plan.seed), held_out_calls(plan)
     curve: list[Point] = []
-    losses: list[Tensor] = []
-    pairs: list[tuple[str, str]] = []
+    losses: list[float] = []
     seconds = 0.0
     for step in range(1, plan.steps + 1):
-        calls = to_device(make_calls(plan.batch, generator, plan.line), plan.device)
+        calls = to_device(make_calls(plan.batch, generator, LINE), plan.device)
         started = time.perf_counter()
-        loss = loss_of(model, calls)
-        optimizer.zero_grad()
-        loss.backward()
-        if contestant.clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), contestant.clip)
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.detach())
+        losses.append(train_step(model, optimizer, calls, contestant.clip))
         seconds += time.perf_counter() - started
         if step % plan.report_every == 0 or step == plan.steps:
-            mean_loss = float(torch.stack(losses).mean())
+            pairs = transcribe(model, held_out)
+            rate = schedule.effective_lr()[0]
+            curve.append(Point(step, mean(losses), error_rate(pairs), rate, seconds))
             losses.clear()
-            pairs = transcriptions(model, held_out)
-            curve.append(
-                Point(step, mean_loss, error_rate(pairs), schedule.effective_lr()[0], seconds)
-            )
             report(curve[-1])
+        schedule.step()
     return Run(curve, state_bytes(optimizer), pairs)
 
 
+def train_step(model: nn.Module, optimizer: Optimizer, calls: Calls, clip: float | None) -> float:
+    """Take one step and return the loss before it."""
+    optimizer.zero_grad()
+    loss = loss_of(model, calls)
+    loss.backward()
+    if clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    return loss.item()  # waits for the device, so that the clock sees the whole step
+
+
 def held_out_calls(plan: Plan) -> Calls:
-    """The calls that no training sees, the same for every seed."""
+    """Calls that no training sees, the same for every seed."""
     generator = Generator().manual_seed(HELD_OUT_SEED)
-    return to_device(make_calls(plan.held_out, generator, plan.line), plan.device)
+    return to_device(make_calls(plan.held_out, generator, LINE), plan.device)
 
 
 def to_device(calls: Calls, device: str) -> Calls:
+    """Calls are made on the CPU, so that a seed gives the same ones everywhere."""
     return Calls(*(part.to(device) for part in calls))
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> float:
+def state_bytes(optimizer: Optimizer) -> float:
     """Bytes that the optimizer keeps for each parameter, without the step counters."""
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    kept = sum(
-        value.nbytes
-        for state in optimizer.state.values()
-        for key, value in state.items()
-        if key != "step"
-    )
+    states = chain.from_iterable(state.items() for state in optimizer.state.values())
+    kept = sum(value.nbytes for key, value in states if key != "step")
     return float(kept / sum(param.numel() for param in params))
+
+
+# ------------------------------------------------------------------------ the command line
+
+PROGRESS = "{:>6}  {:>6}  {:>7}  {:>12}  {:>7}"
+TABLE = "{:<10} {:>6} {:>8} {:>17} {:>26}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train as the command line says and print how it went."""
+    options = parse(arguments)
+    names = ["maxfactor", "adamw"] if options.optimizer == "both" else [options.optimizer]
+    contestants = [CONTESTANTS[name] for name in names]
+    if options.lr is not None:
+        contestants[0] = replace(contestants[0], lr=options.lr)
+    plan = Plan(
+        options.steps, options.seed, report_every=max(1, options.steps // 5), device=options.device
+    )
+    print(introduction(plan))
+    runs = {contestant.name: train_aloud(contestant, plan) for contestant in contestants}
+    print_results(runs)
+    print(
+        "\nTo change optimizers in a training of your own, put\n"
+        "    maxfactor.MaxFactor(model.parameters(), lr=0.01)\n"
+        "where torch.optim.AdamW(...) was; its lr is relative to the size of the weights."
+    )
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Train a small model to hear dialled numbers.")
+    parser.add_argument("--steps", type=positive, default=Plan.steps)
+    parser.add_argument("--lr", type=float, help="for the optimizer, or for MaxFactor of both")
+    parser.add_argument("--seed", type=int, default=Plan.seed)
+    parser.add_argument("--optimizer", choices=[*CONTESTANTS, "both"], default="both")
+    parser.add_argument("--device", default=Plan.device, help="cpu (default), cuda, mps, ...")
+    return parser.parse_args(arguments)
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
+    return int(text)
+
+
+def introduction(plan: Plan) -> str:
+    """What is going to happen."""
+    parameters = sum(param.numel() for param in Transcriber().parameters())
+    return (
+        f"Telephone numbers are dialled over a noisy line, and a transformer with {parameters:,}\n"
+        f"parameters learns to write them down: {plan.steps} steps of {plan.batch} new calls each. "
+        f"The error is the\nshare of wrong digits in {plan.held_out} other calls."
+    )
+
+
+def train_aloud(contestant: Contestant, plan: Plan) -> Run:
+    """Train and print a line now and then."""
+    print(f"\n{contestant.name}, lr {contestant.lr:g}")
+    print(PROGRESS.format("step", "loss", "error", "effective lr", "seconds"))
+
+    def report(point: Point) -> None:
+        error = f"{point.error:.1%}"
+        values = (point.step, f"{point.loss:.3f}", error, f"{point.lr:.1e}", f"{point.seconds:.1f}")
+        print(PROGRESS.format(*values), flush=True)
+
+    return train(contestant, plan, report)
+
+
+def print_results(runs: dict[str, Run]) -> None:
+    """The closing table, and a call heard right and one heard wrong by the first model."""
+    print()
+    print(
+        TABLE.format("optimizer", "steps", "seconds", "digit error rate", "state bytes/parameter")
+    )
+    for name, run in runs.items():
+        last = run.curve[-1]
+        values = (last.step, f"{last.seconds:.1f}", f"{last.error:.1%}", f"{run.state_bytes:.2f}")
+        print(TABLE.format(name, *values))
+    print("Seconds of forward, backward and step alone; state without the step counters.\n")
+    name, run = next(iter(runs.items()))
+    right = [(dialled, heard) for dialled, heard in run.pairs if dialled == heard]
+    wrong = [(dialled, heard) for dialled, heard in run.pairs if dialled != heard]
+    for dialled, heard in right[:1] + wrong[:1]:
+        print(f"{name}: dialled {dialled:<8} heard {heard}")
+
+
+if __name__ == "__main__":
+    main()
