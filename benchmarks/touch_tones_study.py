@@ -17,6 +17,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -115,8 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
     pictures = options.out or ROOT / "docs"
     for folder in (results, pictures):
         folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(record, indent=1)
-    (results / "touch_tones.json").write_text(text + "\n")
+    (results / "touch_tones.json").write_text(to_json(record))
     draw(record, pictures / "touch_tones.svg")
     print_summary(record)
 
@@ -233,6 +233,12 @@ def cpu_model() -> str:
 # ---------------------------------------------------------------------------- the results
 
 
+def to_json(record: Record) -> str:
+    """JSON with every list of numbers on a line of its own."""
+    text = json.dumps(record, indent=1)
+    return re.sub(r"\[[^][{}]*\]", lambda match: re.sub(r"\n *", " ", match[0]), text) + "\n"
+
+
 def print_summary(record: Record) -> None:
     """A line for each optimizer."""
     print(f"\n{'optimizer':<24} {'lr':>8} {'error':>7} {'min-max':>15} {'seconds':>8} {'bytes':>6}")
@@ -246,7 +252,11 @@ def print_summary(record: Record) -> None:
 
 def draw(record: Record, path: Path) -> None:
     """Error rate against step: the mean of the seeds, and their range as a band."""
-    style = {"font.size": 10, "svg.hashsalt": "touch tones", "axes.edgecolor": "#888888"}
+    style: dict[Any, Any] = {
+        "font.size": 10,
+        "svg.hashsalt": "touch tones",
+        "axes.edgecolor": "#888888",
+    }
     with mpl.rc_context(style):
         figure = Figure(figsize=(8, 4.6), layout="constrained")
         axes = figure.subplots()

@@ -36,6 +36,16 @@ class Adafactor(FactoredOptimizer):
         relative_step: True makes `lr` what torch.optim.Adafactor means by it:
             lr_t = min(lr, 1/sqrt(t)) * max(eps2, RMS(W)), and decay by lr * weight_decay.
             None: True without an lr, False with one.
+        rounding: How 16-bit parameters are written: "stochastic" keeps small updates and decay on
+            average, "nearest" loses them. None: stochastic for bfloat16, nearest for float16.
+        seed: Seed of the stochastic rounding; None takes torch's seed.
+        foreach: True runs each operation over lists of tensors.
+        fused: True runs the Triton kernels. None for both: fused on CUDA if Triton is there,
+            else foreach there; parameter by parameter on the CPU.
+        capturable: True counts steps on the device, for CUDA graphs.
+        nonfinite: What a NaN or infinity in any gradient does to the step. "skip": nothing is
+            changed, `optimizer.skipped` counts it, and 20 in a row are an error. "raise": nothing
+            is changed, and an error names the parameters. "ignore": no check.
 
     Example:
         >>> import torch, maxfactor
@@ -59,6 +69,12 @@ class Adafactor(FactoredOptimizer):
         maximize: bool = False,
         factor: str = "auto",
         relative_step: bool | None = None,
+        rounding: str | None = None,
+        seed: int | None = None,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        nonfinite: str = "skip",
     ) -> None:
         defaults: dict[str, Any] = {
             "lr": lr,
@@ -69,5 +85,11 @@ class Adafactor(FactoredOptimizer):
             "maximize": maximize,
             "factor": factor,
             "relative_step": relative_step,
+            "rounding": rounding,
+            "seed": seed,
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+            "nonfinite": nonfinite,
         }
         super().__init__(params, defaults)

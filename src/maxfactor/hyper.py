@@ -24,6 +24,8 @@ FACTORINGS = ("auto", "last")
 STEP_RULES = ("relative", "ramp")
 DECAY_RULES = ("lr", "step_size")
 VECTOR_DIRECTIONS = ("sign_max", "update")
+ROUNDINGS = ("stochastic", "nearest")
+NONFINITE = ("skip", "raise", "ignore")
 
 
 def check_number(name: str, value: object) -> float:
@@ -116,6 +118,39 @@ def check_bounds(value: object) -> tuple[float, float]:
     return low, high
 
 
+def check_seed(value: object) -> int:
+    """Return the seed of the rounding noise; None takes torch's own."""
+    if value is None:
+        return torch.initial_seed()
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"seed must be a whole number, got {value!r} ({type(value).__name__})")
+    return value
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How steps are run. The same for all groups of an optimizer."""
+
+    foreach: bool | None = None
+    fused: bool | None = None
+    capturable: bool = False
+    nonfinite: str = "skip"
+
+    def __post_init__(self) -> None:
+        for name in ("foreach", "fused"):
+            if getattr(self, name) is not None:
+                check_flag(name, getattr(self, name))
+        check_flag("capturable", self.capturable)
+        check_choice("nonfinite", self.nonfinite, NONFINITE)
+        if self.foreach and self.fused:
+            raise ValueError("foreach=True and fused=True exclude each other; set one of them")
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The settings' names, which are keys of a parameter group."""
+        return [f.name for f in fields(cls)]
+
+
 H = TypeVar("H", bound="Hyper")
 
 
@@ -128,9 +163,14 @@ class Hyper:
     weight_decay: float = 0.0
     maximize: bool = False
     factor: str = "auto"
+    rounding: str | None = None
+    seed: int | None = None
 
     def __post_init__(self) -> None:
+        if self.rounding is not None:
+            check_choice("rounding", self.rounding, ROUNDINGS)
         self._set(
+            seed=check_seed(self.seed),
             beta2_decay=check_beta2_decay(self.beta2_decay),
             eps=check_eps(self.eps),
             weight_decay=check_not_negative("weight_decay", self.weight_decay),

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, overload
+from typing import Any, ClassVar, TypeAlias, overload
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from maxfactor.backends import reference
-from maxfactor.hyper import Hyper, MaxFactorHyper
+from maxfactor.backends import foreach, plain
+from maxfactor.backends.choice import choose
+from maxfactor.guard import Guard
+from maxfactor.hyper import Execution, Hyper, MaxFactorHyper
 from maxfactor.state import check_loaded, init_state, restored
-from maxfactor.work import Work
-
-if TYPE_CHECKING:
-    from maxfactor.rule import Scalar
+from maxfactor.work import Outcome, Work
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -29,16 +28,26 @@ class FactoredOptimizer(Optimizer):
     hyper_class: ClassVar[type[Hyper]]
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
-        self.hyper_class(**defaults)  # a wrong argument is refused before anything else
-        self._step_sizes: dict[Tensor, Scalar] = {}
+        self.hyper_class.from_group(defaults)  # a wrong argument is refused before anything else
+        self.defaults = defaults
+        if self._execution.fused:  # GradScaler then leaves unscaling and the check to the kernels
+            self._step_supports_amp_scaling = True
+        self._reset()
         super().__init__(_as_list(params), defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._step_sizes = {}
+        self._reset()
         for group in self.param_groups:  # a checkpoint may be older than one of the settings
             for name in self.hyper_class.names():
                 group.setdefault(name, self.defaults[name])
+            group.update({name: self.defaults[name] for name in Execution.names()})
+
+    def _reset(self) -> None:
+        """Forget what is derived from groups and state."""
+        self._guard: Guard = self.__dict__.get("_guard", Guard())
+        self._outcome = Outcome()
+        self._stepped: list[Tensor] = []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with settings of its own; the defaults fill in what it leaves out."""
@@ -47,6 +56,12 @@ class FactoredOptimizer(Optimizer):
         if "params" not in param_group:
             raise ValueError(f"a parameter group needs 'params', got only {sorted(param_group)}")
         group = dict(param_group)  # the caller's dict stays as it is, whatever happens below
+        for name in Execution.names():
+            if group.get(name, self.defaults[name]) != self.defaults[name]:
+                raise ValueError(
+                    f"{name} is one for the whole optimizer, got {group[name]!r} in a group; "
+                    f"give {name} to {type(self).__name__} itself"
+                )
         hyper = self.hyper_class.from_group({**self.defaults, **group})
         super().add_param_group({**group, **hyper.as_group()})
         try:
@@ -73,9 +88,29 @@ class FactoredOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         works = self._collect()
-        sizes = reference.step(works)
-        self._step_sizes = {work.param: size for work, size in zip(works, sizes, strict=True)}
+        if works:
+            self._run(works)
         return loss
+
+    def _run(self, works: list[Work]) -> None:
+        backend = choose(works, self._execution)
+        nonfinite = self._execution.nonfinite
+        run = {"plain": plain.step, "foreach": foreach.step}[backend]
+        outcome = run(works, check=nonfinite != "ignore")
+        if outcome.nonfinite:
+            self._guard.failed(outcome.nonfinite, nonfinite)
+        else:
+            self._guard.passed()
+            self._outcome, self._stepped = outcome, [work.param for work in works]
+
+    @property
+    def _execution(self) -> Execution:
+        return Execution(**{name: self.defaults[name] for name in Execution.names()})
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were not taken because a gradient was not finite."""
+        return self._guard.skipped
 
     def effective_lr(self) -> list[float]:
         """The step size that each group really used last: alpha of (3), mean over its parameters.
@@ -117,11 +152,13 @@ class FactoredOptimizer(Optimizer):
             for name, param in self._named_group(index):
                 if param.grad is not None:
                     _check_gradient(name, param.grad)
-                    found.append((param, param.grad, hyper))
-        for param, _, hyper in found:
+                    found.append((name, param, param.grad, hyper))
+        for _, param, _, hyper in found:
             if not self.state[param]:
                 self.state[param] = init_state(param, hyper)
-        return [Work(param, grad, self.state[param], hyper) for param, grad, hyper in found]
+        return [
+            Work(name, param, grad, self.state[param], hyper) for name, param, grad, hyper in found
+        ]
 
     def _named_group(self, index: int) -> list[tuple[str, Tensor]]:
         """A group's parameters with their names, or `param_3` for the fourth of all."""
@@ -130,9 +167,11 @@ class FactoredOptimizer(Optimizer):
         return list(zip(_names(group, first), group["params"], strict=True))
 
     def _mean_step_size(self, params: list[Tensor]) -> float:
-        sizes = [self._step_sizes[param] for param in params if param in self._step_sizes]
+        own = set(params)
+        pairs = zip(self._stepped, self._outcome.step_sizes, strict=True)
         # float() waits for the device; this is asked for by the user, never by the step.
-        return sum(map(float, sizes)) / len(sizes) if sizes else 0.0
+        sizes = [float(size) for param, size in pairs if param in own]
+        return sum(sizes) / len(sizes) if sizes else 0.0
 
     def _check_checkpoint(self, loaded: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
         """Return each parameter with its saved state, or refuse the checkpoint by name."""
@@ -214,6 +253,16 @@ class MaxFactor(FactoredOptimizer):
             alpha = min(lr, max(eps2, RMS(W)) * min(1e-6 * t, 1/sqrt(t))).
         decay_by: What scales the decay in (4): "lr", or "step_size" for alpha.
         vector_direction: "sign_max" for (9), "update" to move vectors by U itself.
+        rounding: How 16-bit parameters are written: "stochastic" keeps small updates and decay on
+            average, "nearest" loses them. None: stochastic for bfloat16, nearest for float16.
+        seed: Seed of the stochastic rounding; None takes torch's seed.
+        foreach: True runs each operation over lists of tensors.
+        fused: True runs the Triton kernels. None for both: fused on CUDA if Triton is there,
+            else foreach there; parameter by parameter on the CPU.
+        capturable: True counts steps on the device, for CUDA graphs.
+        nonfinite: What a NaN or infinity in any gradient does to the step. "skip": nothing is
+            changed, `optimizer.skipped` counts it, and 20 in a row are an error. "raise": nothing
+            is changed, and an error names the parameters. "ignore": no check.
 
     Example:
         >>> import torch, maxfactor
@@ -250,6 +299,12 @@ class MaxFactor(FactoredOptimizer):
         step_rule: str = "relative",
         decay_by: str = "lr",
         vector_direction: str = "sign_max",
+        rounding: str | None = None,
+        seed: int | None = None,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        nonfinite: str = "skip",
     ) -> None:
         defaults: dict[str, Any] = {
             "lr": lr,
@@ -271,6 +326,12 @@ class MaxFactor(FactoredOptimizer):
             "step_rule": step_rule,
             "decay_by": decay_by,
             "vector_direction": vector_direction,
+            "rounding": rounding,
+            "seed": seed,
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+            "nonfinite": nonfinite,
         }
         super().__init__(params, defaults)
 

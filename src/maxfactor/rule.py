@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from maxfactor.hyper import FLOAT32_TINY, AdafactorHyper, Hyper, MaxFactorHyper
+from maxfactor.rounding import rounded
 from maxfactor.state import State, factoring, init_state
 
 __all__ = [
@@ -87,7 +88,8 @@ def maxfactor(param: Tensor, grad: Tensor, state: State, hyper: MaxFactorHyper) 
         move = direction(update, hyper)  # (9)
         if hyper.d < 1.0:  # RMS(U) <= max|U| = 1, so from d = 1 on (8) is 1 and costs nothing
             move = move / rms_divisor(update, hyper.d)  # (8)
-    return Result(moved(param, w, alpha * move), stored(counted, moments), alpha)
+    w = w - (alpha * move).reshape(w.shape)
+    return Result(rounded(w, param.dtype, hyper, t), stored(counted, moments), alpha)
 
 
 def statistic_weight(t: Scalar, hyper: MaxFactorHyper) -> Scalar:
@@ -162,7 +164,8 @@ def adafactor(param: Tensor, grad: Tensor, state: State, hyper: AdafactorHyper) 
         variance = row_var / mean * col_var  # V = R C / mean R
     update = g * variance.clamp(min=FLOAT32_TINY).rsqrt()
     update = update / rms_divisor(update, hyper.clip_threshold)
-    return Result(moved(param, w * (1 - decay), alpha * update), stored(counted, moments), alpha)
+    w = w * (1 - decay) - (alpha * update).reshape(w.shape)
+    return Result(rounded(w, param.dtype, hyper, t), stored(counted, moments), alpha)
 
 
 def adafactor_rates(w: Tensor, t: Scalar, hyper: AdafactorHyper) -> tuple[Scalar, Scalar]:
@@ -188,11 +191,6 @@ def working_copies(param: Tensor, grad: Tensor, hyper: Hyper) -> tuple[Tensor, T
     layout = factoring(tuple(param.shape), hyper.factor)
     g = grad.to(torch.float32).reshape((-1,) if layout is None else layout.matrix)
     return param.to(torch.promote_types(param.dtype, torch.float32)), -g if hyper.maximize else g
-
-
-def moved(param: Tensor, w: Tensor, move: Tensor) -> Tensor:
-    """W minus its move, in the shape and dtype of the parameter."""
-    return (w - move.reshape(w.shape)).to(param.dtype)
 
 
 def stored(counted: State, moments: State) -> State:

@@ -68,15 +68,19 @@ def state_shapes(shape: Shape, hyper: Hyper) -> dict[str, Shape]:
     return {"step": (), "row_var": factors.row, "col_var": factors.col}
 
 
-def init_state(param: Tensor, hyper: Hyper) -> State:
-    """Make the state of a parameter before its first step."""
+def init_state(param: Tensor, hyper: Hyper, *, step_on_device: bool = False) -> State:
+    """Make the state of a parameter before its first step.
+
+    The step counter stays on the CPU, as in torch, where reading it does not stall the device;
+    the fused backend and CUDA graphs count on the device.
+    """
     state = {
         key: torch.zeros(shape, dtype=torch.float32, device=param.device)
         for key, shape in state_shapes(tuple(param.shape), hyper).items()
         if key != "step"
     }
-    # The step counter stays on the CPU, as in torch: reading it there does not stall the device.
-    return {"step": torch.zeros((), dtype=torch.float32), **state}
+    device = param.device if step_on_device else "cpu"
+    return {"step": torch.zeros((), dtype=torch.float32, device=device), **state}
 
 
 def check_loaded(name: str, param: Tensor, loaded: dict[str, Any], hyper: Hyper) -> None:
@@ -98,11 +102,12 @@ def check_loaded(name: str, param: Tensor, loaded: dict[str, Any], hyper: Hyper)
             )
 
 
-def restored(param: Tensor, loaded: State) -> State:
+def restored(param: Tensor, loaded: State, *, step_on_device: bool = False) -> State:
     """Copy a checked state for `param`: float32 as saved, which torch would cast to its dtype."""
+    devices = {"step": param.device if step_on_device else torch.device("cpu")}
     return {
         key: value.detach().to(
-            device="cpu" if key == "step" else param.device, dtype=torch.float32, copy=True
+            device=devices.get(key, param.device), dtype=torch.float32, copy=True
         )
         for key, value in loaded.items()
     }

@@ -1,11 +1,13 @@
-"""One parameter's share of a step, as the optimizer hands it to a backend."""
+"""What the optimizer hands to a backend, and what it gets back."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from maxfactor.hyper import Hyper
@@ -16,7 +18,16 @@ if TYPE_CHECKING:
 class Work:
     """A parameter, its gradient (never written), its state (written in place), its settings."""
 
+    name: str
     param: Tensor
     grad: Tensor
     state: State
     hyper: Hyper
+
+
+@dataclass
+class Outcome:
+    """What a step did: the step size of each parameter, or why nothing was changed."""
+
+    step_sizes: Sequence[float | Tensor] | Tensor = field(default_factory=list)
+    nonfinite: list[str] = field(default_factory=list)

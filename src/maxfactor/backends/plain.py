@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from maxfactor import rule
+from maxfactor.work import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -12,9 +15,11 @@ if TYPE_CHECKING:
     from maxfactor.work import Work
 
 
-def step(works: Sequence[Work]) -> list[rule.Scalar]:
-    """Take one step for each parameter; return the step size that each of them used."""
-    return [_step_one(work) for work in works]
+def step(works: Sequence[Work], *, check: bool) -> Outcome:
+    """Take one step for each parameter; with `check`, none at all if a gradient is not finite."""
+    if check and (bad := [w.name for w in works if not torch.isfinite(w.grad).all()]):
+        return Outcome(nonfinite=bad)
+    return Outcome([_step_one(work) for work in works])
 
 
 def _step_one(work: Work) -> rule.Scalar:

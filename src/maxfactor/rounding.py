@@ -1,0 +1,79 @@
+"""Writing a float32 result into a 16-bit parameter without losing what is small.
+
+Rounding to nearest drops every change below half a unit in the last place: in bfloat16 an update
+of a thousandth of the weight, and all weight decay with it. Stochastic rounding keeps them on
+average: it goes up with a probability equal to the part that would be cut off.
+
+The noise is a hash of (seed, step, position in the tensor), so a run repeats bit for bit, in any
+backend, in any order of parameters, and for any shard that knows its positions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from maxfactor.hyper import Hyper
+
+MASK = 0xFFFFFFFF
+GOLDEN = 0x9E3779B9  # spreads the high word of a position over 32 bits
+FP16_SMALLEST_NORMAL = 2.0**-14
+FP16_QUANTUM = 2.0**-24  # spacing of float16 below that
+
+
+def is_stochastic(dtype: torch.dtype, hyper: Hyper) -> bool:
+    """Whether a parameter of this dtype is written with stochastic rounding."""
+    if dtype == torch.bfloat16:
+        return hyper.rounding != "nearest"
+    return dtype == torch.float16 and hyper.rounding == "stochastic"
+
+
+def rounded(
+    w: Tensor, dtype: torch.dtype, hyper: Hyper, t: float | Tensor, start: int = 0
+) -> Tensor:
+    """Return `w` in `dtype`; `start` is the position of its first element in the parameter."""
+    if not is_stochastic(dtype, hyper):
+        return w.to(dtype)
+    noise = position_noise(w, noise_key(hyper.seed or 0, t), start)
+    low = rounded_bf16(w, noise) if dtype == torch.bfloat16 else rounded_fp16(w, noise)
+    return torch.where(w.isfinite(), low, w).to(dtype)
+
+
+def mix(x: Tensor | int) -> Tensor | int:
+    """A bijection of 32 bits in which each input bit changes about half of the output bits."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
+    return x ^ (x >> 16)
+
+
+def noise_key(seed: int, t: float | Tensor) -> Tensor | int:
+    """One 32-bit key for each step of a run."""
+    of_seed = mix(mix(seed & MASK) ^ ((seed >> 32) & MASK))
+    step = t.to(torch.int64) if isinstance(t, Tensor) else int(t)
+    return mix((of_seed + step) & MASK)
+
+
+def position_noise(w: Tensor, key: Tensor | int, start: int) -> Tensor:
+    """32 random bits for each element of `w`, as int64."""
+    position = torch.arange(start, start + w.numel(), device=w.device).reshape(w.shape)
+    word = (position & MASK) ^ (((position >> 32) * GOLDEN) & MASK)
+    noise = mix((word + key) & MASK)
+    assert isinstance(noise, Tensor)
+    return noise
+
+
+def rounded_bf16(w: Tensor, noise: Tensor) -> Tensor:
+    """Add 16 random bits below bfloat16's last one, then cut them off."""
+    bits = w.contiguous().view(torch.int32).to(torch.int64)
+    return ((bits + (noise >> 16)) & ~0xFFFF).to(torch.int32).view(torch.float32)
+
+
+def rounded_fp16(w: Tensor, noise: Tensor) -> Tensor:
+    """The same with 13 bits; below the normal range float16 has one fixed spacing."""
+    bits = w.contiguous().view(torch.int32).to(torch.int64)
+    normal = ((bits + (noise >> 19)) & ~0x1FFF).to(torch.int32).view(torch.float32)
+    tiny = torch.floor(w / FP16_QUANTUM + (noise >> 9) * 2.0**-23) * FP16_QUANTUM
+    return torch.where(w.abs() < FP16_SMALLEST_NORMAL, tiny, normal)
