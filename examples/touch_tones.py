@@ -52,7 +52,7 @@ class Line:
     gap: tuple[float, float] = (0.05, 0.12)  # seconds
     loudness: tuple[float, float] = (-12.0, 0.0)  # dB, of each of the two tones by itself
     detuning: float = 0.015  # share of the frequency, up or down
-    snr: tuple[float, float] = (-5.0, 15.0)  # dB
+    snr: tuple[float, float] = (-5.0, 15.0)  # dB, tones to noise
 
     @property
     def samples(self) -> int:
@@ -132,7 +132,6 @@ def log_spectrogram(wave: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------------------- the model
-
 
 Pair = tuple[str, str]  # what was dialled, and what the model heard
 

@@ -20,14 +20,19 @@ class Guard:
     def failed(self, names: list[str], mode: str) -> None:
         """A step was not taken; raise if that was asked for, or if it happens again and again."""
         if mode == "raise":
-            raise FloatingPointError(
-                f"the gradient of {listed(names)} is not finite; the step was not taken and "
-                "nothing was changed"
-            )
+            raise refused(names)
         self.skipped += 1
         self.in_a_row += 1
         if self.in_a_row >= LIMIT:
             raise given_up(self.in_a_row, names)
+
+
+def refused(names: list[str]) -> FloatingPointError:
+    """The error of a step that was not taken, where one was asked for."""
+    return FloatingPointError(
+        f"the gradient of {listed(names)} is not finite; the step was not taken and nothing "
+        "was changed"
+    )
 
 
 def given_up(steps: int, names: list[str]) -> FloatingPointError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, ClassVar, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from maxfactor.guard import Guard
 from maxfactor.hyper import Execution, Hyper, MaxFactorHyper
 from maxfactor.state import check_loaded, init_state, restored
 from maxfactor.work import Outcome, Work
+
+if TYPE_CHECKING:
+    from maxfactor.backends.fused import FusedStep
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -48,6 +51,7 @@ class FactoredOptimizer(Optimizer):
         self._guard: Guard = self.__dict__.get("_guard", Guard())
         self._outcome = Outcome()
         self._stepped: list[Tensor] = []
+        self._fused: FusedStep | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with settings of its own; the defaults fill in what it leaves out."""
@@ -87,21 +91,40 @@ class FactoredOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        works = self._collect()
-        if works:
-            self._run(works)
+        hypers = [self.hyper_class.from_group(group) for group in self.param_groups]
+        flat = [param for group in self.param_groups for param in group["params"]]
+        if self._fused is None or not self._fused.fits(flat, hypers, self.state):
+            works = self._collect(hypers)
+            if not works:
+                return loss
+            if choose(works, self._execution) == "fused":
+                self._fused = _fused_step(works, flat, hypers, self._fused)
+            else:
+                self._run(works)
+                return loss
+        self._run_fused(self._fused, hypers)
         return loss
 
     def _run(self, works: list[Work]) -> None:
-        backend = choose(works, self._execution)
-        nonfinite = self._execution.nonfinite
-        run = {"plain": plain.step, "foreach": foreach.step}[backend]
-        outcome = run(works, check=nonfinite != "ignore")
+        """Take a step by one of the backends that the host can follow."""
+        execution = self._execution
+        run = foreach.step if choose(works, execution) == "foreach" else plain.step
+        outcome = run(works, check=execution.nonfinite != "ignore")
         if outcome.nonfinite:
-            self._guard.failed(outcome.nonfinite, nonfinite)
+            self._guard.failed(outcome.nonfinite, execution.nonfinite)
         else:
             self._guard.passed()
             self._outcome, self._stepped = outcome, [work.param for work in works]
+
+    def _run_fused(self, fused: FusedStep, hypers: list[Hyper]) -> None:
+        """Launch a step; the device decides whether it is skipped, and counts."""
+        self._outcome = fused.step(
+            hypers,
+            nonfinite=self._execution.nonfinite,
+            grad_scale=getattr(self, "grad_scale", None),  # both set by GradScaler
+            found_inf=getattr(self, "found_inf", None),
+        )
+        self._stepped = fused.params
 
     @property
     def _execution(self) -> Execution:
@@ -110,7 +133,7 @@ class FactoredOptimizer(Optimizer):
     @property
     def skipped(self) -> int:
         """How many steps were not taken because a gradient was not finite."""
-        return self._guard.skipped
+        return self._guard.skipped + (0 if self._fused is None else self._fused.skipped)
 
     def effective_lr(self) -> list[float]:
         """The step size that each group really used last: alpha of (3), mean over its parameters.
@@ -132,7 +155,8 @@ class FactoredOptimizer(Optimizer):
 
         def restore(_: Optimizer) -> None:  # before the user's own post-hooks
             for param, state in seen["states"]:
-                self.state[param] = restored(param, state)
+                on_device = self._execution.capturable
+                self.state[param] = restored(param, state, step_on_device=on_device)
 
         handles = (
             self.register_load_state_dict_pre_hook(check),
@@ -144,18 +168,18 @@ class FactoredOptimizer(Optimizer):
             for handle in handles:
                 handle.remove()
 
-    def _collect(self) -> list[Work]:
-        """Check every group and gradient, then make missing state: an error leaves no trace."""
+    def _collect(self, hypers: list[Hyper]) -> list[Work]:
+        """Check every gradient, then make missing state: an error leaves no trace."""
         found = []
-        for index, group in enumerate(self.param_groups):
-            hyper = self.hyper_class.from_group(group)
+        for index, hyper in enumerate(hypers):
             for name, param in self._named_group(index):
                 if param.grad is not None:
                     _check_gradient(name, param.grad)
                     found.append((name, param, param.grad, hyper))
         for _, param, _, hyper in found:
             if not self.state[param]:
-                self.state[param] = init_state(param, hyper)
+                on_device = self._execution.capturable
+                self.state[param] = init_state(param, hyper, step_on_device=on_device)
         return [
             Work(name, param, grad, self.state[param], hyper) for name, param, grad, hyper in found
         ]
@@ -334,6 +358,15 @@ class MaxFactor(FactoredOptimizer):
             "nonfinite": nonfinite,
         }
         super().__init__(params, defaults)
+
+
+def _fused_step(
+    works: list[Work], flat: list[Tensor], hypers: list[Hyper], before: FusedStep | None
+) -> FusedStep:
+    """Build the fused backend; imported here, because Triton is not needed for the others."""
+    from maxfactor.backends.fused import FusedStep
+
+    return FusedStep(works, flat, hypers, status=None if before is None else before.status)
 
 
 def _as_list(params: object) -> list[Any]:

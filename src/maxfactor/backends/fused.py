@@ -1,0 +1,574 @@
+"""The fused backend: a fixed number of Triton launches per step, and no wait for the device.
+
+`Plan` lays out the tensors of a step once: which matrices they are, which tiles and slabs those
+have, where in the work space their partial sums go. `FusedStep` keeps a plan while the tensors
+stay the same, brings new addresses and settings to the device when they change, and launches.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from maxfactor.backends import kernels as K  # noqa: N812
+from maxfactor.guard import LIMIT, given_up, refused
+from maxfactor.hyper import FLOAT32_TINY, AdafactorHyper, Hyper, MaxFactorHyper
+from maxfactor.rounding import MASK, is_stochastic, mix
+from maxfactor.rule import ADAFACTOR_MAX_STEP
+from maxfactor.state import factoring
+from maxfactor.work import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from maxfactor.work import Work
+
+KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+PROGRAMS_PER_SM = 4  # of the update kernel, as many as its registers allow
+REGISTERS = 128
+LAUNCH = {"ROWS_": K.BLOCK_ROWS, "COLS_": K.BLOCK_COLS, "enable_fp_fusion": True}
+
+
+# ------------------------------------------------------------------------------ settings
+
+
+def settings_of(hyper: Hyper) -> list[float]:
+    """A group's row of the table of settings."""
+    row = {"BETA2_DECAY": hyper.beta2_decay, "EPS1": hyper.eps1, "EPS2": hyper.eps2}
+    row |= {"WEIGHT_DECAY": hyper.weight_decay, "KAPPA_HIGH": 1.0, "D": 1.0}
+    if isinstance(hyper, MaxFactorHyper):
+        low, high = hyper.kappa_bounds
+        row |= {"FLOOR": hyper.floor, "VARIANCE_FLOOR": hyper.variance_floor, "D": hyper.d}
+        row |= {"GAMMA": hyper.gamma, "ONE_MINUS_GAMMA": 1.0 - hyper.gamma}
+        row |= {"MIN_LR": hyper.min_lr, "COUNT_EPS": hyper.count_eps}
+        row |= {"KAPPA_LOW": low, "KAPPA_HIGH": high, "CLIP": hyper.clip_threshold}
+        row |= {"BOOST": hyper.scalar_boost or 0.0}
+    elif isinstance(hyper, AdafactorHyper):
+        row |= {"FLOOR": FLOAT32_TINY, "VARIANCE_FLOOR": FLOAT32_TINY}
+        row |= {"OFFSET": hyper.eps1, "CLIP": hyper.clip_threshold}
+    values = [0.0] * K.SETTINGS.value
+    for name, value in row.items():
+        values[getattr(K, name).value] = value
+    return values
+
+
+def flags_of(hyper: Hyper, param: Tensor) -> int:
+    """What a tensor's rule does differently, as bits."""
+    vector = param.dim() < 2
+    bits = {"VECTOR": vector, "MAXIMIZE": hyper.maximize}
+    bits["DENSE"] = vector or hyper.keeps_dense_variance(param.numel())
+    bits["STOCHASTIC"] = is_stochastic(param.dtype, hyper)
+    if isinstance(hyper, MaxFactorHyper):
+        bits["MAX_NORM"] = hyper.max_norm
+        bits["SIGN"] = hyper.vector_direction == "sign_max" if vector else hyper.max_norm
+        bits["BOOSTED"] = hyper.is_boosted_scalar(param.numel())
+        bits["RAMP"] = hyper.step_rule == "ramp"
+        bits["DECAY_BY_LR"] = hyper.decay_by == "lr"
+    elif isinstance(hyper, AdafactorHyper):
+        bits |= {"ADAFACTOR": True, "MAX_NORM": True, "ABSOLUTE": not hyper.relative_step}
+        bits["DECAY_BY_LR"] = hyper.lr is not None
+    return sum(int(getattr(K, name).value) for name, value in bits.items() if value)
+
+
+def is_general(hyper: Hyper, flags: int) -> bool:
+    """Whether a tensor needs more than signs and row maxima."""
+    if not isinstance(hyper, MaxFactorHyper):
+        return True
+    plain_sign = flags & K.SIGN.value and not flags & K.BOOSTED.value
+    return not plain_sign or hyper.d < 1.0 or hyper.clip_threshold > 0.0
+
+
+def rate_of(hyper: Hyper) -> float | Tensor:
+    """The learning rate, where Adafactor without one has the paper's cap."""
+    assert isinstance(hyper, (MaxFactorHyper, AdafactorHyper))
+    return ADAFACTOR_MAX_STEP if hyper.lr is None else hyper.lr
+
+
+def rate_address(hyper: Hyper, device: torch.device) -> int:
+    """Where a learning rate that lives on the device is; 0 for one that the host knows."""
+    rate = rate_of(hyper)
+    if not isinstance(rate, Tensor) or rate.device.type == "cpu":
+        return 0
+    if rate.device != device or rate.dtype != torch.float32:
+        raise RuntimeError(
+            f"lr as a tensor must be float32 on {device} for the fused backend, got {rate.dtype} "
+            f"on {rate.device}; convert it, or use a CPU tensor or a float"
+        )
+    return rate.data_ptr()
+
+
+def rate_value(hyper: Hyper) -> float:
+    """The learning rate as the host knows it; 0 fills the place of one on the device."""
+    rate = rate_of(hyper)
+    return 0.0 if isinstance(rate, Tensor) and rate.device.type != "cpu" else float(rate)
+
+
+def fixed_settings(hyper: Hyper) -> tuple[object, ...]:
+    """Everything that a plan depends on: all settings, but of the rate only where it is."""
+    group = hyper.as_group()
+    rate = group.pop("lr")
+    on_device = isinstance(rate, Tensor) and rate.device.type != "cpu"
+    return (type(hyper), *group.items(), rate is None, id(rate) if on_device else 0)
+
+
+# ---------------------------------------------------------------------------------- plan
+
+
+class Key(NamedTuple):
+    """What tensors must have in common to share their launches."""
+
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    aligned: bool  # every row of W, G and the variance starts on 16 bytes
+
+
+@dataclass
+class Kind:
+    """Tensors that share their launches."""
+
+    key: Key
+    general: bool = False
+    slabs: list[tuple[int, int]] = field(default_factory=list)  # (matrix, how many)
+    slab_count: int = 0
+    tensors: list[tuple[int, int]] = field(default_factory=list)  # (first tile, how many)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """First tile and number of tiles; a kind's tensors are neighbours."""
+        return self.tensors[0][0], sum(count for _, count in self.tensors)
+
+
+class Plan:
+    """Where everything is for a fixed list of works, sorted by dtypes."""
+
+    def __init__(self, works: Sequence[Work], keys: Sequence[Key], group_of: Sequence[int]) -> None:
+        self.table: list[list[int]] = []
+        self.tiles: list[tuple[int, int]] = []  # (matrix, how many)
+        self.tile_count = 0
+        self.tasks: list[tuple[int, int, int]] = []  # (matrix, kind, chunk) of `finalize`
+        self.kinds: dict[Key, Kind] = {}
+        self.sizes = dict.fromkeys(("rows", "row_part", "col_part", "row_chunks"), 0)
+        for owner, work in enumerate(works):
+            self._add(owner, work, keys[owner], group_of[owner])
+
+    def _add(self, owner: int, work: Work, key: Key, group: int) -> None:
+        flags = flags_of(work.hyper, work.param)
+        common = {"STEP": work.state["step"].data_ptr(), "FLAGS": flags, "GROUP": group}
+        common |= {"OWNER": owner, "NUMEL": work.param.numel()}
+        if work.param.numel() == 0:
+            self.tasks.append((len(self.table), K.OF_EMPTY.value, 0))
+            self._append(common)
+            return
+        kind = self.kinds.setdefault(key, Kind(key))
+        kind.general |= is_general(work.hyper, flags)
+        first, first_tile = len(self.table), self.tile_count
+        for shape in matrices_of(work):
+            self._add_matrix(work, shape, common, kind)
+        tiles = self.tile_count - first_tile
+        for entry in self.table[first:]:
+            entry[K.OWNER_TILE.value], entry[K.OWNER_TILES.value] = first_tile, tiles
+        kind.tensors.append((first_tile, tiles))
+        self.tasks.append((first, K.OF_TENSOR.value, 0))
+
+    def _add_matrix(
+        self, work: Work, shape: tuple[int, int, int], common: dict[str, int], kind: Kind
+    ) -> None:
+        """Add a matrix of (rows, columns, position of its first element)."""
+        m, n, start = shape
+        k = len(self.table)
+        strips, slabs = ceil_div(n, K.BLOCK_COLS), ceil_div(m, K.SLAB_ROWS)
+        tiles = ceil_div(m, K.BLOCK_ROWS) * strips
+        entry = {"ROWS": m, "COLS": n, "START": start, "STRIPS": strips, "SLABS": slabs}
+        entry |= {"FIRST_TILE": self.tile_count, "ROW_SPACE": self._reserve("rows", m)}
+        entry["FIRST_SLAB"] = kind.slab_count
+        if common["FLAGS"] & K.DENSE.value:
+            entry["COL_VAR"] = work.state["variance"].data_ptr() + 4 * start
+        else:
+            entry |= self._add_factors(work, shape, strips, slabs)
+        self.tiles.append((k, tiles))
+        self.tile_count += tiles
+        kind.slabs.append((k, slabs * strips))
+        kind.slab_count += slabs * strips
+        self._append({**common, **entry})
+
+    def _add_factors(
+        self, work: Work, shape: tuple[int, int, int], strips: int, slabs: int
+    ) -> dict[str, int]:
+        """Places of a factored matrix' statistics and partial sums."""
+        m, n, start = shape
+        k, batch = len(self.table), start // (m * n)
+        row_chunks, col_chunks = ceil_div(m, K.CHUNK), ceil_div(n, K.CHUNK)
+        self.tasks += [(k, K.OF_ROWS.value, chunk) for chunk in range(row_chunks)]
+        self.tasks += [(k, K.OF_COLS.value, chunk) for chunk in range(col_chunks)]
+        return {
+            "ROW_VAR": work.state["row_var"].data_ptr() + 4 * batch * m,
+            "COL_VAR": work.state["col_var"].data_ptr() + 4 * batch * n,
+            "ROW_PART": self._reserve("row_part", strips * m),
+            "COL_PART": self._reserve("col_part", slabs * n),
+            "ROW_CHUNK": self._reserve("row_chunks", row_chunks),
+            "ROW_CHUNKS": row_chunks,
+        }
+
+    def _append(self, entry: dict[str, int]) -> None:
+        row = [0] * K.TABLE.value
+        for name, value in entry.items():
+            row[getattr(K, name).value] = value
+        self.table.append(row)
+
+    def _reserve(self, what: str, count: int) -> int:
+        place = self.sizes[what]
+        self.sizes[what] += count
+        return place
+
+
+def keys_of(works: Sequence[Work]) -> list[Key]:
+    """The kind of each tensor; at most three kinds, so that a step has at most eight launches."""
+    keys = [Key(w.param.dtype, w.grad.dtype, is_aligned(w)) for w in works]
+    return keys if len(set(keys)) <= 3 else [key._replace(aligned=False) for key in keys]
+
+
+def is_aligned(work: Work) -> bool:
+    """Whether 16 bytes at a time may be moved everywhere in a tensor."""
+    rows_fit = all(n % 8 == 0 and start % 8 == 0 for _, n, start in matrices_of(work))
+    return rows_fit and not (work.param.data_ptr() | work.grad.data_ptr()) & 15
+
+
+def ceil_div(a: int, b: int) -> int:
+    """How many pieces of b it takes to hold a."""
+    return -(-a // b)
+
+
+def matrices_of(work: Work) -> list[tuple[int, int, int]]:
+    """(rows, columns, start) of each matrix of a tensor.
+
+    A vector becomes full rows of one tile's width, and the rest of it a shorter row.
+    """
+    shape, numel = tuple(work.param.shape), work.param.numel()
+    layout = factoring(shape, work.hyper.factor)
+    if numel == 0:
+        return []
+    if layout is not None:
+        m, n = layout.matrix[-2:]
+        return [(m, n, start) for start in range(0, numel, m * n)]
+    whole = numel // K.BLOCK_COLS * K.BLOCK_COLS
+    pieces = [(whole // K.BLOCK_COLS, K.BLOCK_COLS, 0), (1, numel - whole, whole)]
+    return [piece for piece in pieces if piece[0] * piece[1] > 0]
+
+
+def visiting_order(tensors: Sequence[tuple[int, int]], gap: int) -> Tensor:
+    """Tickets of the update kernel: each tensor's tiles for the maxima, then for the weights.
+
+    The second visit starts `gap` tickets after the first has ended, as many as are under way at a
+    time: late enough not to wait, early enough to find G in the cache, newest tiles first.
+    A ticket is twice the tile, plus one for the second visit.
+    """
+    pieces: list[Tensor] = []
+    pending: deque[tuple[int, int, int]] = deque()
+    position = 0
+    for first, count in tensors:
+        started = 0
+        while started < count:
+            if pending and pending[0][2] <= position:
+                position += _second_visit(pieces, pending)
+                continue
+            now = min(count - started, pending[0][2] - position if pending else count)
+            pieces.append(torch.arange(first + started, first + started + now) * 2)
+            started, position = started + now, position + now
+        pending.append((first, count, position + gap))
+    while pending:
+        _second_visit(pieces, pending)
+    return torch.cat(pieces).to(torch.int32)
+
+
+def _second_visit(pieces: list[Tensor], pending: deque[tuple[int, int, int]]) -> int:
+    first, count, _ = pending.popleft()
+    pieces.append(torch.arange(first + count - 1, first - 1, -1) * 2 + 1)
+    return count
+
+
+def repeated(runs: Sequence[tuple[int, int]]) -> Tensor:
+    """Each value as often as its count says."""
+    values, counts = zip(*runs, strict=True)
+    return torch.repeat_interleave(torch.tensor(values), torch.tensor(counts)).to(torch.int32)
+
+
+# ---------------------------------------------------------------------------------- step
+
+
+class FusedStep:
+    """Runs steps for one set of tensors, for as long as they stay where they are.
+
+    Args:
+        works: What the optimizer collected; their states' `step` moves to the device.
+        flat: All parameters of all groups, those without a gradient included.
+        hypers: The settings of all groups.
+        status: The counters of a predecessor, to be carried on.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[Work],
+        flat: Sequence[Tensor],
+        hypers: Sequence[Hyper],
+        status: Tensor | None = None,
+    ) -> None:
+        order = sorted(zip(map(str, keys_of(works)), range(len(works)), strict=True))
+        works = [works[index] for _, index in order]  # tensors of a kind side by side
+        self.keys = keys_of(works)
+        self.device = works[0].param.device
+        self.names = [work.name for work in works]
+        self.params = [work.param for work in works]
+        self.states = [work.state for work in works]
+        for state in self.states:
+            state["step"] = state["step"].to(self.device)
+        self.tensors = [list(state.values()) for state in self.states]  # kept alive by the plan
+        self.flat = list(flat)
+        active = {id(param) for param in self.params}
+        self.idle = [param for param in flat if id(param) not in active]
+        self.fixed = [fixed_settings(hyper) for hyper in hypers]
+        group_of = {id(hyper): index for index, hyper in enumerate(hypers)}
+        self.plan = Plan(works, self.keys, [group_of[id(work.hyper)] for work in works])
+        self.stand_ins = {
+            i: torch.empty_like(param, memory_format=torch.contiguous_format)
+            for i, param in enumerate(self.params)
+            if not param.is_contiguous()
+        }
+        self.kept: list[Tensor] = []  # host memory that a captured graph reads at every replay
+        self.addresses: list[int] = []
+        self.versions: list[int] = []  # of the parameters whose squares are known
+        self._allocate(status)
+        self._upload(hypers)
+
+    # Tables and work space -------------------------------------------------------------
+
+    def _allocate(self, status: Tensor | None) -> None:
+        plan, device = self.plan, self.device
+        kinds = list(plan.kinds.values())
+        tensors = len(self.params)
+        self.programs = self._count_programs()
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.tasks = torch.tensor(plan.tasks, dtype=torch.int32).to(device)
+        self.tile_matrix = repeated(plan.tiles).to(device) if plan.tiles else zeros(1)
+        self.slabs = [repeated(kind.slabs).to(device) for kind in kinds]
+        gap = self.programs + self.programs // 4
+        self.orders = [visiting_order(kind.tensors, gap).to(device) for kind in kinds]
+        self.row_part, self.col_part = zeros(plan.sizes["row_part"]), zeros(plan.sizes["col_part"])
+        self.row_sum_var = zeros(plan.sizes["row_chunks"])
+        self.row_max = zeros(plan.sizes["rows"], dtype=torch.int32)
+        self.row_max_var = zeros(len(plan.table), dtype=torch.int32)
+        self.squares, self.update_squares = zeros(plan.tile_count), zeros(plan.tile_count)
+        self.scalars = zeros(tensors, K.SCALARS.value)
+        self.update_max, self.done, self.ready, self.bad = (
+            zeros(tensors, dtype=torch.int32) for _ in range(4)
+        )
+        self.tickets = zeros(len(kinds), 2, dtype=torch.int32)
+        self.status = zeros(K.STATUS.value, dtype=torch.int32) if status is None else status
+        self.zero, self.one = zeros(1), zeros(1) + 1.0  # where GradScaler has given no tensors
+        self.report = torch.zeros(K.STATUS.value, dtype=torch.int32)
+        self.event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.report = self.report.pin_memory()
+
+    def _count_programs(self) -> int:
+        if self.device.type != "cuda":
+            return 1
+        return PROGRAMS_PER_SM * torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    def _upload(self, hypers: Sequence[Hyper]) -> None:
+        self.settings = self._to_device([settings_of(hyper) for hyper in hypers], torch.float32)
+        self.seed_keys = self._to_device([seed_key(hyper) for hyper in hypers], torch.int32)
+        self.rates = torch.zeros(len(hypers), device=self.device)
+        self.rate_values: list[float] = []
+        places = [rate_address(hyper, self.device) for hyper in hypers]
+        for entry in self.plan.table:
+            group = entry[K.GROUP.value]
+            entry[K.LR.value] = places[group] or self.rates.data_ptr() + 4 * group
+        self.table = self._to_device(self.plan.table, torch.int64)
+
+    def _to_device(self, values: object, dtype: torch.dtype) -> Tensor:
+        """Bring a table to the device without waiting for it."""
+        host = torch.tensor(values, dtype=dtype)
+        if self.device.type != "cuda":
+            return host
+        host = host.pin_memory()
+        if is_capturing(self.device):
+            self.kept.append(host)
+        return host.to(self.device, non_blocking=True)
+
+    # One step --------------------------------------------------------------------------
+
+    def fits(self, flat: Sequence[Tensor], hypers: Sequence[Hyper], states: Any) -> bool:
+        """Whether the tensors and settings are still those that the plan was made for."""
+        return (
+            len(flat) == len(self.flat)
+            and all(map(operator.is_, flat, self.flat))
+            and all(param.grad is None for param in self.idle)
+            and [fixed_settings(hyper) for hyper in hypers] == self.fixed
+            and all(self._same(i, param, states) for i, param in enumerate(self.params))
+        )
+
+    def _same(self, i: int, param: Tensor, states: Any) -> bool:
+        grad, state = param.grad, states.get(param)
+        return (
+            grad is not None
+            and grad.dtype == self.keys[i].grad_dtype
+            and grad.layout == torch.strided
+            and not (self.keys[i].aligned and (param.data_ptr() | grad.data_ptr()) & 15)
+            and state is self.states[i]
+            and all(map(operator.is_, state.values(), self.tensors[i]))
+            and param.device == self.device
+            and param.is_contiguous() == (i not in self.stand_ins)
+        )
+
+    def step(
+        self,
+        hypers: Sequence[Hyper],
+        *,
+        nonfinite: str,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> Outcome:
+        """Launch one step, which does nothing if a gradient is not finite or `found_inf` is set."""
+        self._raise_if_given_up()
+        rates = [rate_value(hyper) for hyper in hypers]
+        if rates != self.rate_values:
+            self.rates.copy_(self._to_device(rates, torch.float32), non_blocking=True)
+            self.rate_values = rates
+        borrowed = self._bring_addresses()
+        stale = [param._version for param in self.params] != self.versions
+        self._launch(
+            check=nonfinite != "ignore",
+            # A graph is replayed when nobody looks at the versions: take the squares anew.
+            stale=stale or is_capturing(self.device),
+            scaled=found_inf is not None or grad_scale is not None,
+            grad_scale=grad_scale if grad_scale is not None else self.one,
+            found_inf=found_inf if found_inf is not None else self.zero,
+        )
+        for i, stand_in in self.stand_ins.items():
+            self.params[i].copy_(stand_in)
+        increment_version([p for i, p in enumerate(self.params) if i not in self.stand_ins])
+        self.versions = [param._version for param in self.params]
+        del borrowed  # not before the launches that read them
+        if nonfinite == "raise" and found_inf is None:
+            self._raise_if_skipped()
+        elif nonfinite != "ignore":
+            self._bring_report()
+        return Outcome(self.scalars[:, K.ALPHA.value])
+
+    def _bring_addresses(self) -> list[Tensor]:
+        """Upload the addresses of W and G if one of them has moved; return copies made for it."""
+        borrowed: list[Tensor] = []
+        addresses: list[int] = []
+        for i, param in enumerate(self.params):
+            grad = param.grad
+            assert grad is not None
+            if not grad.is_contiguous():
+                grad = grad.contiguous()
+                borrowed.append(grad)
+            if i in self.stand_ins:
+                self.stand_ins[i].copy_(param)
+                param = self.stand_ins[i]
+            addresses += (param.data_ptr(), grad.data_ptr())
+        if addresses != self.addresses:
+            self.pointers = self._to_device(addresses, torch.int64)
+            self.addresses = addresses
+        return borrowed
+
+    def _launch(
+        self, *, check: bool, stale: bool, scaled: bool, grad_scale: Tensor, found_inf: Tensor
+    ) -> None:
+        kinds = list(self.plan.kinds.values())
+        for kind, slab_matrix in zip(kinds, self.slabs, strict=True):
+            param_kind, grad_kind = KINDS[kind.key.param_dtype], KINDS[kind.key.grad_dtype]
+            options = LAUNCH | {"ALIGNED": kind.key.aligned}
+            if stale:
+                first, count = kind.tiles
+                K.weight_squares[(count,)](
+                    self.pointers, self.table, self.tile_matrix, self.squares, first,
+                    P_KIND=param_kind, **options,
+                )  # fmt: skip
+            K.statistics[(len(slab_matrix),)](
+                self.pointers, self.table, slab_matrix, self.row_part, self.col_part,
+                self.row_max_var, self.row_max, self.bad, self.status, grad_scale,
+                CHECK=check, SCALED=scaled, G_KIND=grad_kind, SLAB=K.SLAB_ROWS, **options,
+            )  # fmt: skip
+        K.finalize[(len(self.tasks),)](
+            self.table, self.settings, self.tasks, self.row_part, self.col_part,
+            self.row_max_var, self.row_sum_var, self.squares, self.scalars, self.update_max,
+            self.done, self.ready, self.bad, self.status, found_inf,
+            SCALED=scaled, CHUNK_=K.CHUNK, enable_fp_fusion=True,
+        )  # fmt: skip
+        for index, (kind, order) in enumerate(zip(kinds, self.orders, strict=True)):
+            K.update[(min(self.programs, len(order)),)](
+                self.pointers, self.table, self.settings, order, self.tile_matrix,
+                self.row_max_var, self.row_sum_var, self.row_max, self.update_max,
+                self.update_squares, self.squares, self.scalars, self.done, self.ready,
+                self.tickets[index], self.status, grad_scale, found_inf, self.seed_keys, len(order),
+                SCALED=scaled, LAST=index == len(kinds) - 1, GENERAL=kind.general,
+                P_KIND=KINDS[kind.key.param_dtype], G_KIND=KINDS[kind.key.grad_dtype],
+                ALIGNED=kind.key.aligned, maxnreg=REGISTERS, **LAUNCH,
+            )  # fmt: skip
+
+    # The guard -------------------------------------------------------------------------
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were skipped; reading it waits for the device."""
+        return int(self.status[K.SKIPPED.value].item())  # asked for by the user
+
+    def nonfinite(self) -> list[str]:
+        """Names of the parameters whose gradient was not finite; reading it waits."""
+        marks = self.bad.tolist()  # asked for by the user, or on the way to an error
+        return [name for name, mark in zip(self.names, marks, strict=True) if mark]
+
+    def _raise_if_skipped(self) -> None:
+        if names := self.nonfinite():  # waits for the device: that is what "raise" asks for
+            raise refused(names)
+
+    def _bring_report(self) -> None:
+        """Start copying the counters to the host; the next step looks whether they have come."""
+        if is_capturing(self.device):
+            return
+        self.report.copy_(self.status, non_blocking=True)
+        if self.device.type == "cuda":
+            self.event = torch.cuda.Event()
+            self.event.record()
+        else:
+            self._raise_if_given_up()
+
+    def _raise_if_given_up(self) -> None:
+        if self.event is not None and not self.event.query():
+            return
+        in_a_row = int(self.report[K.IN_A_ROW.value])
+        if in_a_row >= LIMIT:
+            names = self.nonfinite()
+            self.report.zero_()
+            self.status[K.IN_A_ROW.value] = 0
+            raise given_up(in_a_row, names)
+
+
+def seed_key(hyper: Hyper) -> int:
+    """The seed's part of `rounding.noise_key`, as a signed 32-bit number."""
+    seed = hyper.seed or 0
+    key = int(mix(mix(seed & MASK) ^ ((seed >> 32) & MASK)))
+    return key - (1 << 32) if key >= 1 << 31 else key
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def increment_version(params: list[Tensor]) -> None:
+    """Tell autograd that the kernels wrote the parameters, as an in-place operation would."""
+    for param in params:
+        torch.autograd.graph.increment_version(param)
