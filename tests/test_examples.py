@@ -131,7 +131,7 @@ def test_the_quick_study_writes_its_files(tmp_path: Path) -> None:
     record = json.loads(text)
     assert set(record) == {
         *("command", "date", "machine", "versions"),
-        *("task", "search_seed", "seeds", "optimizers"),
+        *("task", "search_seeds", "seeds", "optimizers"),
     }
     assert [row["name"] for row in record["optimizers"]] == [
         "MaxFactor 1.0",

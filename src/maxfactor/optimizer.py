@@ -93,7 +93,7 @@ class FactoredOptimizer(Optimizer):
                 loss = closure()
         hypers = [self.hyper_class.from_group(group) for group in self.param_groups]
         flat = [param for group in self.param_groups for param in group["params"]]
-        if self._fused is None or not self._fused.fits(flat, hypers, self.state):
+        if self._fused is None or not self._fused.fits(flat, hypers):
             works = self._collect(hypers)
             if not works:
                 return loss

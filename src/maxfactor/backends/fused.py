@@ -8,8 +8,8 @@ stay the same, brings new addresses and settings to the device when they change,
 from __future__ import annotations
 
 import operator
-from collections import deque
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from maxfactor.work import Work
 
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-PROGRAMS_PER_SM = 4  # of the update kernel, as many as its registers allow
-REGISTERS = 128
-LAUNCH = {"ROWS_": K.BLOCK_ROWS, "COLS_": K.BLOCK_COLS, "enable_fp_fusion": True}
 
 
 # ------------------------------------------------------------------------------ settings
@@ -136,12 +133,10 @@ class Kind:
     general: bool = False
     slabs: list[tuple[int, int]] = field(default_factory=list)  # (matrix, how many)
     slab_count: int = 0
-    tensors: list[tuple[int, int]] = field(default_factory=list)  # (first tile, how many)
-
-    @property
-    def tiles(self) -> tuple[int, int]:
-        """First tile and number of tiles; a kind's tensors are neighbours."""
-        return self.tensors[0][0], sum(count for _, count in self.tensors)
+    blocks: list[tuple[int, int]] = field(default_factory=list)  # (matrix, how many)
+    block_count: int = 0
+    first_tile: int = 0
+    tiles: int = 0
 
 
 class Plan:
@@ -150,10 +145,11 @@ class Plan:
     def __init__(self, works: Sequence[Work], keys: Sequence[Key], group_of: Sequence[int]) -> None:
         self.table: list[list[int]] = []
         self.tiles: list[tuple[int, int]] = []  # (matrix, how many)
-        self.tile_count = 0
+        self.tile_count = self.block_count = 0
+        self.first_of: list[int] = []  # the first matrix of each tensor
         self.tasks: list[tuple[int, int, int]] = []  # (matrix, kind, chunk) of `finalize`
         self.kinds: dict[Key, Kind] = {}
-        self.sizes = dict.fromkeys(("rows", "row_part", "col_part", "row_chunks"), 0)
+        self.sizes = dict.fromkeys(("rows", "row_part", "col_part", "row_chunks", "col_chunks"), 0)
         for owner, work in enumerate(works):
             self._add(owner, work, keys[owner], group_of[owner])
 
@@ -161,19 +157,23 @@ class Plan:
         flags = flags_of(work.hyper, work.param)
         common = {"STEP": work.state["step"].data_ptr(), "FLAGS": flags, "GROUP": group}
         common |= {"OWNER": owner, "NUMEL": work.param.numel()}
+        self.first_of.append(len(self.table))
         if work.param.numel() == 0:
             self.tasks.append((len(self.table), K.OF_EMPTY.value, 0))
             self._append(common)
             return
-        kind = self.kinds.setdefault(key, Kind(key))
+        kind = self.kinds.setdefault(key, Kind(key, first_tile=self.tile_count))
         kind.general |= is_general(work.hyper, flags)
-        first, first_tile = len(self.table), self.tile_count
+        first, first_tile, first_block = len(self.table), self.tile_count, kind.block_count
         for shape in matrices_of(work):
             self._add_matrix(work, shape, common, kind)
         tiles = self.tile_count - first_tile
         for entry in self.table[first:]:
             entry[K.OWNER_TILE.value], entry[K.OWNER_TILES.value] = first_tile, tiles
-        kind.tensors.append((first_tile, tiles))
+            entry[K.OWNER_BLOCK.value] = self.block_count + entry[K.FIRST_BLOCK.value] - first_block
+            entry[K.OWNER_BLOCKS.value] = kind.block_count - first_block
+        self.block_count += kind.block_count - first_block
+        kind.tiles += tiles
         self.tasks.append((first, K.OF_TENSOR.value, 0))
 
     def _add_matrix(
@@ -182,11 +182,11 @@ class Plan:
         """Add a matrix of (rows, columns, position of its first element)."""
         m, n, start = shape
         k = len(self.table)
-        strips, slabs = ceil_div(n, K.BLOCK_COLS), ceil_div(m, K.SLAB_ROWS)
-        tiles = ceil_div(m, K.BLOCK_ROWS) * strips
+        strips, slabs = ceil_div(n, K.COLUMNS), ceil_div(m, K.SLAB_ROWS)
+        tiles = ceil_div(m, K.TILE_ROWS) * strips
         entry = {"ROWS": m, "COLS": n, "START": start, "STRIPS": strips, "SLABS": slabs}
         entry |= {"FIRST_TILE": self.tile_count, "ROW_SPACE": self._reserve("rows", m)}
-        entry["FIRST_SLAB"] = kind.slab_count
+        entry |= {"FIRST_SLAB": kind.slab_count, "FIRST_BLOCK": kind.block_count}
         if common["FLAGS"] & K.DENSE.value:
             entry["COL_VAR"] = work.state["variance"].data_ptr() + 4 * start
         else:
@@ -195,6 +195,8 @@ class Plan:
         self.tile_count += tiles
         kind.slabs.append((k, slabs * strips))
         kind.slab_count += slabs * strips
+        kind.blocks.append((k, ceil_div(m, K.MAXIMA_ROWS)))
+        kind.block_count += kind.blocks[-1][1]
         self._append({**common, **entry})
 
     def _add_factors(
@@ -213,6 +215,7 @@ class Plan:
             "COL_PART": self._reserve("col_part", slabs * n),
             "ROW_CHUNK": self._reserve("row_chunks", row_chunks),
             "ROW_CHUNKS": row_chunks,
+            "COL_CHUNK": self._reserve("col_chunks", col_chunks),
         }
 
     def _append(self, entry: dict[str, int]) -> None:
@@ -228,9 +231,11 @@ class Plan:
 
 
 def keys_of(works: Sequence[Work]) -> list[Key]:
-    """The kind of each tensor; at most three kinds, so that a step has at most eight launches."""
+    """The kind of each tensor; two kinds if possible, so that a step has at most eight launches."""
     keys = [Key(w.param.dtype, w.grad.dtype, is_aligned(w)) for w in works]
-    return keys if len(set(keys)) <= 3 else [key._replace(aligned=False) for key in keys]
+    if len(set(keys)) > 2:
+        keys = [key._replace(aligned=False) for key in keys]
+    return keys
 
 
 def is_aligned(work: Work) -> bool:
@@ -256,40 +261,9 @@ def matrices_of(work: Work) -> list[tuple[int, int, int]]:
     if layout is not None:
         m, n = layout.matrix[-2:]
         return [(m, n, start) for start in range(0, numel, m * n)]
-    whole = numel // K.BLOCK_COLS * K.BLOCK_COLS
-    pieces = [(whole // K.BLOCK_COLS, K.BLOCK_COLS, 0), (1, numel - whole, whole)]
+    whole = numel // K.COLUMNS * K.COLUMNS
+    pieces = [(whole // K.COLUMNS, K.COLUMNS, 0), (1, numel - whole, whole)]
     return [piece for piece in pieces if piece[0] * piece[1] > 0]
-
-
-def visiting_order(tensors: Sequence[tuple[int, int]], gap: int) -> Tensor:
-    """Tickets of the update kernel: each tensor's tiles for the maxima, then for the weights.
-
-    The second visit starts `gap` tickets after the first has ended, as many as are under way at a
-    time: late enough not to wait, early enough to find G in the cache, newest tiles first.
-    A ticket is twice the tile, plus one for the second visit.
-    """
-    pieces: list[Tensor] = []
-    pending: deque[tuple[int, int, int]] = deque()
-    position = 0
-    for first, count in tensors:
-        started = 0
-        while started < count:
-            if pending and pending[0][2] <= position:
-                position += _second_visit(pieces, pending)
-                continue
-            now = min(count - started, pending[0][2] - position if pending else count)
-            pieces.append(torch.arange(first + started, first + started + now) * 2)
-            started, position = started + now, position + now
-        pending.append((first, count, position + gap))
-    while pending:
-        _second_visit(pieces, pending)
-    return torch.cat(pieces).to(torch.int32)
-
-
-def _second_visit(pieces: list[Tensor], pending: deque[tuple[int, int, int]]) -> int:
-    first, count, _ = pending.popleft()
-    pieces.append(torch.arange(first + count - 1, first - 1, -1) * 2 + 1)
-    return count
 
 
 def repeated(runs: Sequence[tuple[int, int]]) -> Tensor:
@@ -327,7 +301,8 @@ class FusedStep:
         self.states = [work.state for work in works]
         for state in self.states:
             state["step"] = state["step"].to(self.device)
-        self.tensors = [list(state.values()) for state in self.states]  # kept alive by the plan
+        self.tensors = list(chain.from_iterable(map(dict.values, self.states)))
+        self.grad_dtypes = [key.grad_dtype for key in self.keys]
         self.flat = list(flat)
         active = {id(param) for param in self.params}
         self.idle = [param for param in flat if id(param) not in active]
@@ -339,6 +314,7 @@ class FusedStep:
             for i, param in enumerate(self.params)
             if not param.is_contiguous()
         }
+        self.written = [p for i, p in enumerate(self.params) if i not in self.stand_ins]
         self.kept: list[Tensor] = []  # host memory that a captured graph reads at every replay
         self.addresses: list[int] = []
         self.versions: list[int] = []  # of the parameters whose squares are known
@@ -351,7 +327,6 @@ class FusedStep:
         plan, device = self.plan, self.device
         kinds = list(plan.kinds.values())
         tensors = len(self.params)
-        self.programs = self._count_programs()
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -359,29 +334,25 @@ class FusedStep:
         self.tasks = torch.tensor(plan.tasks, dtype=torch.int32).to(device)
         self.tile_matrix = repeated(plan.tiles).to(device) if plan.tiles else zeros(1)
         self.slabs = [repeated(kind.slabs).to(device) for kind in kinds]
-        gap = self.programs + self.programs // 4
-        self.orders = [visiting_order(kind.tensors, gap).to(device) for kind in kinds]
-        self.row_part, self.col_part = zeros(plan.sizes["row_part"]), zeros(plan.sizes["col_part"])
+        self.blocks = [repeated(kind.blocks).to(device) for kind in kinds]
+        self.first_of = torch.tensor(plan.first_of, dtype=torch.int32).to(device)
+        self.row_part, self.row_peak = (zeros(plan.sizes["row_part"]) for _ in range(2))
+        self.col_part, self.ratios = (
+            zeros(plan.sizes["col_part"]),
+            zeros(plan.sizes["col_chunks"], 2),
+        )
         self.row_sum_var = zeros(plan.sizes["row_chunks"])
         self.row_max = zeros(plan.sizes["rows"], dtype=torch.int32)
-        self.row_max_var = zeros(len(plan.table), dtype=torch.int32)
-        self.squares, self.update_squares = zeros(plan.tile_count), zeros(plan.tile_count)
+        self.extremes = zeros(len(plan.table), 3, dtype=torch.int32)
+        self.squares, self.update_squares = zeros(plan.tile_count), zeros(plan.block_count)
         self.scalars = zeros(tensors, K.SCALARS.value)
-        self.update_max, self.done, self.ready, self.bad = (
-            zeros(tensors, dtype=torch.int32) for _ in range(4)
-        )
-        self.tickets = zeros(len(kinds), 2, dtype=torch.int32)
+        self.update_max, self.done, self.bad = (zeros(tensors, dtype=torch.int32) for _ in range(3))
         self.status = zeros(K.STATUS.value, dtype=torch.int32) if status is None else status
         self.zero, self.one = zeros(1), zeros(1) + 1.0  # where GradScaler has given no tensors
         self.report = torch.zeros(K.STATUS.value, dtype=torch.int32)
         self.event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self.report = self.report.pin_memory()
-
-    def _count_programs(self) -> int:
-        if self.device.type != "cuda":
-            return 1
-        return PROGRAMS_PER_SM * torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def _upload(self, hypers: Sequence[Hyper]) -> None:
         self.settings = self._to_device([settings_of(hyper) for hyper in hypers], torch.float32)
@@ -406,28 +377,35 @@ class FusedStep:
 
     # One step --------------------------------------------------------------------------
 
-    def fits(self, flat: Sequence[Tensor], hypers: Sequence[Hyper], states: Any) -> bool:
-        """Whether the tensors and settings are still those that the plan was made for."""
-        return (
-            len(flat) == len(self.flat)
-            and all(map(operator.is_, flat, self.flat))
-            and all(param.grad is None for param in self.idle)
-            and [fixed_settings(hyper) for hyper in hypers] == self.fixed
-            and all(self._same(i, param, states) for i, param in enumerate(self.params))
-        )
+    def fits(self, flat: Sequence[Tensor], hypers: Sequence[Hyper]) -> bool:
+        """Whether the tensors and settings are still those that the plan was made for.
 
-    def _same(self, i: int, param: Tensor, states: Any) -> bool:
-        grad, state = param.grad, states.get(param)
-        return (
-            grad is not None
-            and grad.dtype == self.keys[i].grad_dtype
-            and grad.layout == torch.strided
-            and not (self.keys[i].aligned and (param.data_ptr() | grad.data_ptr()) & 15)
-            and state is self.states[i]
-            and all(map(operator.is_, state.values(), self.tensors[i]))
-            and param.device == self.device
-            and param.is_contiguous() == (i not in self.stand_ins)
-        )
+        This runs in every step over every tensor: plain loops, no calls of our own.
+        """
+        states = chain.from_iterable(map(dict.values, self.states))
+        if (
+            len(flat) != len(self.flat)
+            or not all(map(operator.is_, flat, self.flat))
+            or not all(map(operator.is_, states, self.tensors))
+            or any(param.grad is not None for param in self.idle)
+            or [fixed_settings(hyper) for hyper in hypers] != self.fixed
+        ):
+            return False
+        strided, moved = torch.strided, list[int]()
+        for param, dtype in zip(self.params, self.grad_dtypes, strict=True):
+            grad = param.grad
+            if grad is None or grad.dtype is not dtype or grad.layout is not strided:
+                return False
+            moved += (param.data_ptr(), grad.data_ptr())
+        return moved == self.addresses or self._may_move(moved)
+
+    def _may_move(self, addresses: list[int]) -> bool:
+        """Whether tensors that are elsewhere now are still laid out as the plan wants them."""
+        aligned = [key.aligned for key in self.keys for _ in range(2)]
+        return all(
+            param.device == self.device and param.is_contiguous() == (i not in self.stand_ins)
+            for i, param in enumerate(self.params)
+        ) and not any(fit and address & 15 for fit, address in zip(aligned, addresses, strict=True))
 
     def step(
         self,
@@ -444,19 +422,19 @@ class FusedStep:
             self.rates.copy_(self._to_device(rates, torch.float32), non_blocking=True)
             self.rate_values = rates
         borrowed = self._bring_addresses()
-        stale = [param._version for param in self.params] != self.versions
+        versions = [param._version for param in self.params]
         self._launch(
             check=nonfinite != "ignore",
             # A graph is replayed when nobody looks at the versions: take the squares anew.
-            stale=stale or is_capturing(self.device),
+            stale=versions != self.versions or is_capturing(self.device),
             scaled=found_inf is not None or grad_scale is not None,
             grad_scale=grad_scale if grad_scale is not None else self.one,
             found_inf=found_inf if found_inf is not None else self.zero,
         )
         for i, stand_in in self.stand_ins.items():
             self.params[i].copy_(stand_in)
-        increment_version([p for i, p in enumerate(self.params) if i not in self.stand_ins])
-        self.versions = [param._version for param in self.params]
+        increment_version(self.written)
+        self.versions = [version + 1 for version in versions]
         del borrowed  # not before the launches that read them
         if nonfinite == "raise" and found_inf is None:
             self._raise_if_skipped()
@@ -466,18 +444,17 @@ class FusedStep:
 
     def _bring_addresses(self) -> list[Tensor]:
         """Upload the addresses of W and G if one of them has moved; return copies made for it."""
-        borrowed: list[Tensor] = []
-        addresses: list[int] = []
-        for i, param in enumerate(self.params):
-            grad = param.grad
-            assert grad is not None
+        params, borrowed = self.params, []
+        grads: list[Any] = [param.grad for param in params]
+        for i, grad in enumerate(grads):
             if not grad.is_contiguous():
-                grad = grad.contiguous()
-                borrowed.append(grad)
-            if i in self.stand_ins:
-                self.stand_ins[i].copy_(param)
-                param = self.stand_ins[i]
-            addresses += (param.data_ptr(), grad.data_ptr())
+                grads[i] = grad.contiguous()
+                borrowed.append(grads[i])
+        if self.stand_ins:
+            params = list(params)
+            for i, stand_in in self.stand_ins.items():
+                params[i] = stand_in.copy_(params[i])
+        addresses = [t.data_ptr() for pair in zip(params, grads, strict=True) for t in pair]
         if addresses != self.addresses:
             self.pointers = self._to_device(addresses, torch.int64)
             self.addresses = addresses
@@ -487,35 +464,47 @@ class FusedStep:
         self, *, check: bool, stale: bool, scaled: bool, grad_scale: Tensor, found_inf: Tensor
     ) -> None:
         kinds = list(self.plan.kinds.values())
-        for kind, slab_matrix in zip(kinds, self.slabs, strict=True):
-            param_kind, grad_kind = KINDS[kind.key.param_dtype], KINDS[kind.key.grad_dtype]
-            options = LAUNCH | {"ALIGNED": kind.key.aligned}
+        options = [launch_options(kind.key) for kind in kinds]
+        for kind, slabs, option in zip(kinds, self.slabs, options, strict=True):
             if stale:
-                first, count = kind.tiles
-                K.weight_squares[(count,)](
-                    self.pointers, self.table, self.tile_matrix, self.squares, first,
-                    P_KIND=param_kind, **options,
+                K.weight_squares[(kind.tiles,)](
+                    self.pointers, self.table, self.tile_matrix, self.squares, kind.first_tile,
+                    P_KIND=KINDS[kind.key.param_dtype], ROWS_=K.STATISTICS_ROWS,
+                    TILE=K.TILE_ROWS, **option,
                 )  # fmt: skip
-            K.statistics[(len(slab_matrix),)](
-                self.pointers, self.table, slab_matrix, self.row_part, self.col_part,
-                self.row_max_var, self.row_max, self.bad, self.status, grad_scale,
-                CHECK=check, SCALED=scaled, G_KIND=grad_kind, SLAB=K.SLAB_ROWS, **options,
+            K.statistics[(len(slabs),)](
+                self.pointers, self.table, slabs, self.row_part, self.row_peak, self.col_part,
+                self.extremes, self.bad, self.status, grad_scale,
+                CHECK=check, SCALED=scaled, G_KIND=KINDS[kind.key.grad_dtype], SLAB=K.SLAB_ROWS,
+                ROWS_=K.STATISTICS_ROWS, STAGES_=K.STAGES, **option,
             )  # fmt: skip
         K.finalize[(len(self.tasks),)](
             self.table, self.settings, self.tasks, self.row_part, self.col_part,
-            self.row_max_var, self.row_sum_var, self.squares, self.scalars, self.update_max,
-            self.done, self.ready, self.bad, self.status, found_inf,
+            self.extremes, self.row_sum_var, self.squares, self.scalars, self.update_max,
+            self.ratios, self.bad, self.status, found_inf,
             SCALED=scaled, CHUNK_=K.CHUNK, enable_fp_fusion=True,
         )  # fmt: skip
-        for index, (kind, order) in enumerate(zip(kinds, self.orders, strict=True)):
-            K.update[(min(self.programs, len(order)),)](
-                self.pointers, self.table, self.settings, order, self.tile_matrix,
-                self.row_max_var, self.row_sum_var, self.row_max, self.update_max,
-                self.update_squares, self.squares, self.scalars, self.done, self.ready,
-                self.tickets[index], self.status, grad_scale, found_inf, self.seed_keys, len(order),
-                SCALED=scaled, LAST=index == len(kinds) - 1, GENERAL=kind.general,
+        for kind, blocks, option in zip(kinds, self.blocks, options, strict=True):
+            K.maxima[(len(blocks),)](
+                self.pointers, self.table, self.settings, blocks, self.row_peak, self.ratios,
+                self.extremes, self.row_sum_var, self.row_max, self.update_max,
+                self.update_squares, self.scalars, self.status, grad_scale, SCALED=scaled,
+                G_KIND=KINDS[kind.key.grad_dtype], GENERAL=kind.general, ROWS_=K.MAXIMA_ROWS,
+                **option,
+            )  # fmt: skip
+        if any(kind.general for kind in kinds):
+            K.rescale[(len(self.params),)](
+                self.table, self.settings, self.first_of, self.update_max, self.update_squares,
+                self.scalars, enable_fp_fusion=True,
+            )  # fmt: skip
+        for kind, option in zip(kinds, options, strict=True):
+            K.apply[(kind.tiles,)](
+                self.pointers, self.table, self.settings, self.tile_matrix, self.extremes,
+                self.row_sum_var, self.row_max, self.update_max, self.squares, self.scalars,
+                self.status, grad_scale, self.seed_keys, kind.first_tile, SCALED=scaled,
                 P_KIND=KINDS[kind.key.param_dtype], G_KIND=KINDS[kind.key.grad_dtype],
-                ALIGNED=kind.key.aligned, maxnreg=REGISTERS, **LAUNCH,
+                ROWS_=K.apply_rows(kind.key.param_dtype.itemsize), TILE=K.TILE_ROWS,
+                GENERAL=kind.general, STAGES_=K.STAGES, **option,
             )  # fmt: skip
 
     # The guard -------------------------------------------------------------------------
@@ -556,6 +545,12 @@ class FusedStep:
             raise given_up(in_a_row, names)
 
 
+def launch_options(key: Key) -> dict[str, Any]:
+    """What the kernels that touch W or G are compiled for."""
+    # Fusing a product and a sum into one rounding is Triton's own default; newer ones ask for it.
+    return {"COLS_": K.COLUMNS, "ALIGNED": key.aligned, "enable_fp_fusion": True}
+
+
 def seed_key(hyper: Hyper) -> int:
     """The seed's part of `rounding.noise_key`, as a signed 32-bit number."""
     seed = hyper.seed or 0
@@ -570,5 +565,8 @@ def is_capturing(device: torch.device) -> bool:
 
 def increment_version(params: list[Tensor]) -> None:
     """Tell autograd that the kernels wrote the parameters, as an in-place operation would."""
-    for param in params:
-        torch.autograd.graph.increment_version(param)
+    try:
+        torch.autograd.graph.increment_version(params)  # a list only since torch 2.7
+    except AttributeError:
+        for param in params:
+            torch.autograd.graph.increment_version(param)

@@ -1,18 +1,19 @@
 """Triton kernels of the fused backend. `fused.py` builds their tables and launches them.
 
-A step is three launches over all tensors of a kind (one kind: one pair of dtypes):
+A step is four launches over all tensors of a kind (one kind: one pair of dtypes):
 
-1. `statistics`: reads G. Sums of squares of each row (over a strip of columns) and of each column
-   (over a slab of rows), and whether anything is not finite.
-2. `finalize`: adds the partial sums, equations (1) to (5), and resets what the third launch counts.
-3. `update`: a persistent kernel. It takes tiles in a given order; a tile comes up twice, first for
-   the row maxima of |U| (6) (7), later for the new weights (4) (8) (9). The order puts the second
-   visit soon after the first, while G is still in the L2 cache, but late enough that the tensor's
-   maxima are complete when it comes.
+1. `statistics` reads G: sums of squares of each row (over a strip of columns) and of each column
+   (over a slab of rows), whether anything is not finite, and the largest |G| / sqrt(C) of each row
+   and strip, with the C of the step before.
+2. `finalize` adds the partial sums, equations (1) to (5), and notes by how much C has changed.
+3. `maxima` finds the row maxima of |U|, (6) and (7). Most of G need not be read again for that: a
+   strip whose largest value, by the C of before and the most that C has changed, cannot reach what
+   another strip of the row has at least, does not hold the maximum.
+4. `apply` reads G and W and writes W, (4) (8) (9), and sums the squares of the new W for the
+   next step's (3).
 
 Sums are taken in two stages in a fixed order, maxima by integer atomics on the bits of floats that
-are not negative: results repeat bit for bit. A ticket is only ever waited for by later tickets, so
-the waiting cannot deadlock, whatever number of programs runs at a time.
+are not negative: results repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -20,10 +21,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Tiles of (BLOCK_ROWS, BLOCK_COLS), slabs of SLAB_ROWS rows, CHUNK rows or columns for one program
-# of `finalize`. In the interpreter they are small, so that small tensors have several of each.
+# A strip is COLUMNS wide. A slab of `statistics` is SLAB_ROWS rows of a strip, a tile of `apply`
+# TILE_ROWS rows of one, both loaded in pieces of a few rows; a block of `maxima` is a few rows in
+# all strips. A program of `finalize` has CHUNK rows, or one strip.
+# In the interpreter all are small, so that small tensors have several of each.
 INTERPRETED = triton.knobs.runtime.interpret
-BLOCK_ROWS, BLOCK_COLS, SLAB_ROWS, CHUNK = (4, 32, 8, 16) if INTERPRETED else (16, 256, 256, 256)
+COLUMNS, CHUNK, SLAB_ROWS, TILE_ROWS = (32, 32, 16, 8) if INTERPRETED else (256, 256, 512, 128)
+STATISTICS_ROWS, MAXIMA_ROWS = (4, 4) if INTERPRETED else (16, 32)
+STAGES = 4  # pieces under way from memory; `maxima`, where most are masked, does better with one
+
+
+def apply_rows(element_size: int) -> int:
+    """Rows of a piece of `apply`, the fastest on an H200."""
+    if INTERPRETED:
+        return 4
+    return 8 if element_size == 4 else 4
 
 
 def constants(count: int) -> list[tl.constexpr]:
@@ -39,11 +51,11 @@ POINTERS = tl.constexpr(2)
     ROWS, COLS, NUMEL,  # of the matrix, and elements of the whole tensor
     START,  # position of the first element in the tensor
     FLAGS, GROUP,
-    OWNER, OWNER_TILE, OWNER_TILES,  # the tensor, its first tile, its number of tiles
-    FIRST_TILE, FIRST_SLAB, SLABS, STRIPS,
-    ROW_SPACE, ROW_PART, COL_PART, ROW_CHUNK, ROW_CHUNKS,  # places in the work space
+    OWNER, OWNER_TILE, OWNER_TILES, OWNER_BLOCK, OWNER_BLOCKS,  # the tensor, its tiles and blocks
+    FIRST_TILE, FIRST_SLAB, FIRST_BLOCK, SLABS, STRIPS,
+    ROW_SPACE, ROW_PART, COL_PART, ROW_CHUNK, ROW_CHUNKS, COL_CHUNK,  # places in the work space
     TABLE,
-) = constants(23)  # fmt: skip
+) = constants(27)  # fmt: skip
 
 # Columns of the float32 table of settings, one row for each group.
 (
@@ -55,8 +67,8 @@ POINTERS = tl.constexpr(2)
 # Columns of the float32 scalars of a tensor.
 ALPHA, KEEP, TIME, SCALE, SCALARS = constants(5)
 
-# Slots of the int32 status: a non-finite gradient seen, skipped steps, skipped in a row.
-SEEN, SKIPPED, IN_A_ROW, STATUS = constants(4)
+# Slots of the int32 status: a non-finite gradient seen, this step is skipped, counters.
+SEEN, SKIP, SKIPPED, IN_A_ROW, STATUS = constants(5)
 
 # Kinds of a task of `finalize`.
 OF_ROWS, OF_COLS, OF_TENSOR, OF_EMPTY = constants(4)
@@ -75,6 +87,7 @@ OF_ROWS, OF_COLS, OF_TENSOR, OF_EMPTY = constants(4)
     ABSOLUTE,  # Adafactor's step size is lr itself
     STOCHASTIC,  # rounding
 ) = (tl.constexpr(1 << bit) for bit in range(11))
+INFINITY_BITS = tl.constexpr(0x7F800000)
 TINY = tl.constexpr(1.1754943508222875e-38)  # smallest normal float32
 
 
@@ -97,14 +110,14 @@ def places_of(pointer, rows, cols, m, n, KIND: tl.constexpr, ALIGNED: tl.constex
 
 @triton.jit
 def load_tile(pointer, rows, cols, m, n, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """A tile as float32, 0 outside the matrix."""
+    """A piece as float32, 0 outside the matrix."""
     places, inside = places_of(pointer, rows, cols, m, n, KIND, ALIGNED)
     return tl.load(places, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_tile(pointer, tile, rows, cols, m, n, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Write a tile that already has its final values."""
+    """Write a piece that already has its final values."""
     places, inside = places_of(pointer, rows, cols, m, n, KIND, ALIGNED)
     tl.store(places, tile.to(KIND), mask=inside)
 
@@ -127,11 +140,17 @@ def mix(x):
 
 @triton.jit
 def rounded(w, rows, cols, n, start, key, KIND: tl.constexpr):
-    """Stochastic rounding of a tile, bit for bit as `rounding.rounded`."""
-    position = start + rows.to(tl.int64)[:, None] * n + cols[None, :]
-    high = (position >> 32).to(tl.uint32)
-    word = position.to(tl.uint32) ^ (high * 0x9E3779B9)
-    noise = mix(word + key)
+    """Stochastic rounding of a piece, bit for bit as `rounding.rounded`."""
+    first = start + tl.min(rows, axis=0) * n  # 64 bits only for what all elements share
+    word = first.to(tl.uint32) * 0x9E3779B1 + key
+    if start + tl.max(rows, axis=0) * n + n > 0xFFFFFFFF:
+        position = start + rows.to(tl.int64)[:, None] * n + cols[None, :]
+        noise = position.to(tl.uint32) * 0x9E3779B1 + (position >> 32).to(tl.uint32) * 0x7FEB352D
+        noise += key
+    else:
+        inside = (rows - tl.min(rows, axis=0)).to(tl.uint32)[:, None] * n.to(tl.uint32)
+        noise = (inside + cols.to(tl.uint32)[None, :]) * 0x9E3779B1 + word
+    noise = (noise ^ (noise >> 16)) * 0x85EBCA6B
     bits = w.to(tl.uint32, bitcast=True)
     if KIND == tl.bfloat16:
         low = ((bits + (noise >> 16)) & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -144,14 +163,20 @@ def rounded(w, rows, cols, n, start, key, KIND: tl.constexpr):
 
 
 @triton.jit
+def inverse_root(x):
+    """1 / sqrt(x), finite for 0."""
+    return tl.rsqrt(tl.maximum(x, TINY))
+
+
+@triton.jit
 def statistics(
     pointers,
     table,
     slab_matrix,
     row_part,
+    row_peak,
     col_part,
-    row_max_var,
-    row_max,
+    extremes,
     bad,
     status,
     grad_scale,
@@ -162,6 +187,7 @@ def statistics(
     ROWS_: tl.constexpr,
     COLS_: tl.constexpr,
     SLAB: tl.constexpr,
+    STAGES_: tl.constexpr,
 ):
     """Partial sums of G^2 over one slab of rows and one strip of columns."""
     slab = tl.program_id(0)
@@ -175,30 +201,37 @@ def statistics(
     first_row = local // strips * SLAB
     cols = (strip * COLS_).to(tl.int32) + tl.arange(0, COLS_)
     pointer = address(pointers, entry, 1, G_KIND)
-    part = row_part + tl.load(entry + ROW_PART) + strip * m
-    space = row_max + tl.load(entry + ROW_SPACE)
+    place = tl.load(entry + ROW_PART) + strip * m
     dense = (tl.load(entry + FLAGS) & DENSE) != 0
     scale = 1.0
     if SCALED:
         scale = 1.0 / tl.load(grad_scale)
     if local == 0:
-        tl.store(row_max_var + k, 0)  # `finalize` takes maxima into it
+        tl.store(extremes + k * 3, 0)  # `finalize` takes max R, min R and min C into them
+        tl.store(extremes + k * 3 + 1, INFINITY_BITS)
+        tl.store(extremes + k * 3 + 2, INFINITY_BITS)
 
+    col_end = tl.where(dense, 0, n)
+    col_pointer = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
+    old_root = inverse_root(tl.load(col_pointer + cols, mask=cols < col_end, other=1.0))
     total = tl.zeros([ROWS_, COLS_], tl.float32)
     last_row = tl.minimum(first_row + SLAB, m)
-    for row in range(first_row, last_row, ROWS_):
+    for row in tl.range(first_row, last_row, ROWS_, num_stages=STAGES_):
         rows = (row + tl.arange(0, ROWS_)).to(tl.int32)
         g = load_tile(pointer, rows, cols, m, n, G_KIND, ALIGNED) * scale
         square = g * g
         total += square
-        if strip == 0:
-            tl.store(space + rows, 0, mask=rows < m)  # `update` takes maxima into it
         if not dense:
-            tl.store(part + rows, tl.sum(square, axis=1), mask=rows < m)
+            tl.store(row_part + place + rows, tl.sum(square, axis=1), mask=rows < m)
+            peak = tl.max(tl.abs(g) * old_root[None, :], axis=1)
+            tl.store(row_peak + place + rows, peak, mask=rows < m)
     by_column = tl.sum(total, axis=0)
     if not dense:
-        place = col_part + tl.load(entry + COL_PART) + (local // strips) * n
-        tl.store(place + cols, by_column, mask=cols < n)
+        tl.store(
+            col_part + tl.load(entry + COL_PART) + (local // strips) * n + cols,
+            by_column,
+            mask=cols < n,
+        )
     if CHECK:
         everything = tl.sum(by_column, axis=0)
         finite = everything < float("inf")  # false for NaN too
@@ -218,6 +251,7 @@ def weight_squares(
     ALIGNED: tl.constexpr,
     ROWS_: tl.constexpr,
     COLS_: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Partial sums of W^2, one for each tile; needed only when somebody else wrote W."""
     tile = first_tile + tl.program_id(0)
@@ -227,11 +261,15 @@ def weight_squares(
     n = tl.load(entry + COLS)
     strips = tl.load(entry + STRIPS)
     local = tile - tl.load(entry + FIRST_TILE)
-    rows = (local // strips * ROWS_).to(tl.int32) + tl.arange(0, ROWS_)
+    first_row = local // strips * TILE
     cols = (local % strips * COLS_).to(tl.int32) + tl.arange(0, COLS_)
     pointer = address(pointers, entry, 0, P_KIND)
-    w = load_tile(pointer, rows, cols, m, n, P_KIND, ALIGNED)
-    tl.store(squares + tile, tl.sum(tl.sum(w * w, axis=1), axis=0))
+    total = tl.zeros([ROWS_, COLS_], tl.float32)
+    for row in range(first_row, tl.minimum(first_row + TILE, m), ROWS_):
+        rows = (row + tl.arange(0, ROWS_)).to(tl.int32)
+        w = load_tile(pointer, rows, cols, m, n, P_KIND, ALIGNED)
+        total += w * w
+    tl.store(squares + tile, tl.sum(tl.sum(total, axis=1), axis=0))
 
 
 @triton.jit
@@ -275,13 +313,12 @@ def finalize(
     tasks,
     row_part,
     col_part,
-    row_max_var,
+    extremes,
     row_sum_var,
     squares,
     scalars,
     update_max,
-    done,
-    ready,
+    ratios,
     bad,
     status,
     found_inf,
@@ -295,9 +332,17 @@ def finalize(
     chunk = tl.load(tasks + task * 3 + 2)
     entry = table + k * TABLE
     setting = settings + tl.load(entry + GROUP) * SETTINGS
-    skip = tl.load(status + SEEN)
+    seen = tl.load(status + SEEN)
+    skip = seen
     if SCALED:
-        skip += (tl.load(found_inf) != 0.0).to(tl.int32)
+        overflow = (tl.load(found_inf) != 0.0).to(tl.int32)
+        skip += overflow
+        seen = tl.where(overflow != 0, 0, seen)  # GradScaler's own business: not counted
+    if task == 0:
+        tl.store(status + SKIP, skip)
+        tl.store(status + SKIPPED, tl.load(status + SKIPPED) + seen)
+        run = tl.load(status + IN_A_ROW) + seen
+        tl.store(status + IN_A_ROW, tl.where(skip != 0, run, 0))
     at = chunk * CHUNK_ + tl.arange(0, CHUNK_)
     m = tl.load(entry + ROWS)
     n = tl.load(entry + COLS)
@@ -307,9 +352,7 @@ def finalize(
     elif kind == OF_TENSOR:
         owner = tl.load(entry + OWNER)
         tl.store(update_max + owner, 0)
-        tl.store(done + owner, 0)
-        tl.store(ready + owner, 0)
-        if tl.load(status + SEEN) == 0:
+        if seen == 0:
             tl.store(bad + owner, 0)
         tensor_scalars(entry, setting, squares, scalars)
     else:
@@ -342,16 +385,25 @@ def finalize(
         if skip == 0:
             tl.store(place + at, new, mask=inside)
         if kind == OF_ROWS:
+            smallest = tl.min(tl.where(inside, new, float("inf")), axis=0)
             new = tl.where(inside, new, 0.0)
             largest = tl.max(new, axis=0)
-            tl.atomic_max(row_max_var + k, largest.to(tl.int32, bitcast=True), sem="relaxed")
+            tl.atomic_max(extremes + k * 3, largest.to(tl.int32, bitcast=True), sem="relaxed")
+            tl.atomic_min(extremes + k * 3 + 1, smallest.to(tl.int32, bitcast=True), sem="relaxed")
             tl.store(row_sum_var + tl.load(entry + ROW_CHUNK) + chunk, tl.sum(new, axis=0))
+        else:
+            ratio = inverse_root(new) / inverse_root(old)  # by how much 1 / sqrt(C) has changed
+            spot = ratios + (tl.load(entry + COL_CHUNK) + chunk) * 2
+            tl.store(spot, tl.min(tl.where(inside, ratio, float("inf")), axis=0))
+            tl.store(spot + 1, tl.max(tl.where(inside, ratio, 0.0), axis=0))
+            smallest = tl.min(tl.where(inside, new, float("inf")), axis=0)
+            tl.atomic_min(extremes + k * 3 + 2, smallest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit
-def row_scale(entry, setting, k, row_max_var, row_sum_var, flags):
+def row_scale(entry, setting, k, extremes, row_sum_var, flags):
     """What R is divided by in (6): max R, or mean R for Adafactor, or nothing."""
-    largest = tl.load(row_max_var + k).to(tl.float32, bitcast=True)
+    largest = tl.load(extremes + k * 3).to(tl.float32, bitcast=True)
     scale = tl.maximum(largest, tl.load(setting + FLOOR))
     if (flags & ADAFACTOR) != 0:
         first = tl.load(entry + ROW_CHUNK)
@@ -366,13 +418,12 @@ def row_scale(entry, setting, k, row_max_var, row_sum_var, flags):
 
 
 @triton.jit
-def dense_variance(entry, setting, g, rows, cols, m, n, ALIGNED: tl.constexpr):
+def dense_variance(entry, setting, t, g, rows, cols, m, n, ALIGNED: tl.constexpr):
     """Equation (5') for a tile of a tensor that keeps a full variance."""
     pointer = tl.load(entry + COL_VAR)
     old = load_tile(pointer, rows, cols, m, n, tl.float32, ALIGNED)
     square = g * g
     if (tl.load(entry + FLAGS) & ADAFACTOR) != 0:
-        t = tl.load(tl.load(entry + STEP).to(tl.pointer_type(tl.float32))) + 1.0
         kappa = statistic_weight(t, setting)
         square += tl.load(setting + OFFSET)
         new = tl.where(kappa == 1.0, square, old + kappa * (square - old))
@@ -383,214 +434,252 @@ def dense_variance(entry, setting, g, rows, cols, m, n, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def inverse_root(entry, setting, k, rows, cols, m, n, row_max_var, row_sum_var, flags):
-    """1 / sqrt(V) of (6) (7) for a tile of a factored tensor."""
-    row_pointer = tl.load(entry + ROW_VAR).to(tl.pointer_type(tl.float32))
-    col_pointer = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
-    scale = row_scale(entry, setting, k, row_max_var, row_sum_var, flags)
-    r = tl.load(row_pointer + rows, mask=rows < m, other=1.0) / scale
-    c = tl.load(col_pointer + cols, mask=cols < n, other=1.0)
-    floor = tl.load(setting + VARIANCE_FLOOR)
-    if tl.min(r, axis=0) * tl.min(c, axis=0) >= floor:  # no floor acts in this tile: V separates
-        inverse = tl.rsqrt(r)[:, None] * tl.rsqrt(c)[None, :]
-    else:
-        inverse = tl.rsqrt(tl.maximum(r[:, None] * c[None, :], floor))
-    return inverse
+def is_floored(setting, k, extremes, scale):
+    """Whether the floor of (6) acts somewhere in a matrix."""
+    least_r = tl.load(extremes + k * 3 + 1).to(tl.float32, bitcast=True)
+    least_c = tl.load(extremes + k * 3 + 2).to(tl.float32, bitcast=True)
+    return least_r / scale * least_c < tl.load(setting + VARIANCE_FLOOR)
 
 
 @triton.jit
-def maxima_tile(
-    entry, setting, k, tile, g, rows, cols, m, n, flags,
-    row_max_var, row_sum_var, row_max, update_max, update_squares,
-    GENERAL: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """First visit: row maxima of |U| before it is normalised, (6) and the left of (7)."""
-    if (flags & DENSE) != 0:
-        v = dense_variance(entry, setting, g, rows, cols, m, n, ALIGNED)
-        u = tl.abs(g) * tl.rsqrt(tl.maximum(v, tl.load(setting + VARIANCE_FLOOR)))
-    else:
-        u = tl.abs(g) * inverse_root(
-            entry, setting, k, rows, cols, m, n, row_max_var, row_sum_var, flags
-        )
-    by_row = tl.max(u, axis=1)
-    bits = by_row.to(tl.int32, bitcast=True)
-    if (flags & VECTOR) == 0:
-        place = row_max + tl.load(entry + ROW_SPACE) + rows
-        tl.atomic_max(place, bits, mask=rows < m, sem="relaxed")
-    tl.atomic_max(update_max + tl.load(entry + OWNER), tl.max(bits, axis=0), sem="relaxed")
-    if GENERAL:
-        tl.store(update_squares + tile, tl.sum(tl.sum(u * u, axis=1), axis=0))
+def strips_of_maximum(peaks, ratios, rows, strips, m):
+    """In which strips a row's largest |G| / sqrt(C) may be, as bits, for each of `rows`.
+
+    Each strip's largest is known up to the change of C, between the bounds in `ratios`. A strip is
+    out if the most it can have is less than the least that another has; the slack covers rounding.
+    """
+    which = tl.arange(0, 32)
+    real = which < strips
+    inside = (rows < m)[:, None] & real[None, :]
+    peak = tl.load(peaks + which[None, :] * m + rows[:, None], mask=inside, other=0.0)
+    low = tl.load(ratios + which * 2, mask=real, other=0.0)
+    high = tl.load(ratios + which * 2 + 1, mask=real, other=0.0)
+    least = tl.max(peak * low[None, :], axis=1)
+    needed = peak * high[None, :] * 1.0001 >= least[:, None]
+    return tl.sum(needed.to(tl.int32) << which[None, :], axis=1)
 
 
 @triton.jit
-def close_tensor(entry, setting, flags, update_max, update_squares, scalars, GENERAL: tl.constexpr):
-    """After a tensor's last maximum: what its direction is multiplied by, (7) (8) and the clip."""
-    owner = tl.load(entry + OWNER)
-    place = scalars + owner * SCALARS
-    bits = tl.load(update_max + owner, volatile=True)  # written by other programs of this launch
-    scale = 1.0 / tl.maximum(bits.to(tl.float32, bitcast=True), tl.load(setting + FLOOR))  # (7)
-    if GENERAL:
-        first = tl.load(entry + OWNER_TILE)
-        count = tl.load(entry + OWNER_TILES)
-        total = tl.zeros([1024], tl.float32)
-        for i in range(0, count, 1024):
-            at = i + tl.arange(0, 1024)
-            total += tl.load(update_squares + first + at, mask=at < count, other=0.0, volatile=True)
-        squares = tl.sum(total, axis=0)
-        numel = tl.load(entry + NUMEL).to(tl.float32)
-        if (flags & ADAFACTOR) != 0:
-            scale = 1.0 / tl.maximum(1.0, tl.sqrt_rn(squares / numel) / tl.load(setting + CLIP))
-        else:
-            norm = tl.sqrt_rn(squares) * scale
-            clip = tl.load(setting + CLIP)
-            shrink = tl.where(clip > 0.0, clip / tl.maximum(tl.maximum(norm, clip), TINY), 1.0)
-            s = tl.maximum(1.0, norm * shrink / tl.sqrt_rn(numel) / tl.load(setting + D))  # (8)
-            scale = scale * shrink / s
-    tl.store(place + SCALE, scale)
-
-
-@triton.jit
-def update_tile(
-    entry, setting, k, tile, g, rows, cols, m, n, flags, pointers,
-    row_max_var, row_sum_var, row_max, update_max, squares, scalars,
-    P_KIND: tl.constexpr, GENERAL: tl.constexpr, ALIGNED: tl.constexpr, seed_key,
-):  # fmt: skip
-    """Second visit: new weights, (4) and (9), and the sum of their squares for the next step."""
-    owner = tl.load(entry + OWNER)
-    place = scalars + owner * SCALARS
-    alpha = tl.load(place + ALPHA)
-    t = tl.load(place + TIME)
-    scale = tl.load(place + SCALE, volatile=True)  # written by other programs of this launch
-    sign = tl.where(g > 0.0, 1.0, tl.where(g < 0.0, -1.0, 0.0))
-    if (flags & MAXIMIZE) != 0:
-        sign = -sign
-    if (flags & VECTOR) != 0:
-        bits = tl.load(update_max + owner, volatile=True) + tl.zeros_like(rows)
-    else:
-        place_of_rows = row_max + tl.load(entry + ROW_SPACE) + rows
-        bits = tl.load(place_of_rows, mask=rows < m, other=0, volatile=True)
-    move = sign * (bits.to(tl.float32, bitcast=True) * scale)[:, None]  # (9)
-    if (flags & DENSE) != 0:
-        v = dense_variance(entry, setting, g, rows, cols, m, n, ALIGNED)
-        var_pointer = tl.load(entry + COL_VAR)
-        store_tile(var_pointer, v, rows, cols, m, n, tl.float32, ALIGNED)
-        if GENERAL:
-            if (flags & SIGN) == 0:
-                floor = tl.load(setting + VARIANCE_FLOOR)
-                move = sign * tl.abs(g) * tl.rsqrt(tl.maximum(v, floor)) * scale
-            if (flags & BOOSTED) != 0:
-                root = tl.maximum(tl.sqrt_rn(v) + tl.load(setting + EPS1), TINY)
-                move = sign * tl.abs(g) / root * tl.load(setting + BOOST)
-    elif GENERAL:
-        if (flags & SIGN) == 0:
-            move = sign * tl.abs(g) * scale
-            move *= inverse_root(
-                entry, setting, k, rows, cols, m, n, row_max_var, row_sum_var, flags
-            )
-    pointer = address(pointers, entry, 0, P_KIND)
-    w = load_tile(pointer, rows, cols, m, n, P_KIND, ALIGNED)
-    w = w * tl.load(place + KEEP) - alpha * move  # (4) (9)
-    if P_KIND != tl.float32:
-        if (flags & STOCHASTIC) != 0:
-            key = mix(seed_key + t.to(tl.uint32))
-            w = rounded(w, rows, cols, n, tl.load(entry + START), key, P_KIND)
-    store_tile(pointer, w, rows, cols, m, n, P_KIND, ALIGNED)
-    kept = w.to(P_KIND).to(tl.float32)
-    kept = tl.where((rows < m)[:, None] & (cols < n)[None, :], kept, 0.0)
-    tl.store(squares + tile, tl.sum(tl.sum(kept * kept, axis=1), axis=0))
-    if tile == tl.load(entry + OWNER_TILE):
-        tl.store(tl.load(entry + STEP).to(tl.pointer_type(tl.float32)), t)
-
-
-@triton.jit
-def update(
+def maxima(
     pointers,
     table,
     settings,
-    order,
-    tile_matrix,
-    row_max_var,
+    block_matrix,
+    row_peak,
+    ratios,
+    extremes,
     row_sum_var,
     row_max,
     update_max,
     update_squares,
-    squares,
     scalars,
-    done,
-    ready,
-    tickets,
     status,
     grad_scale,
-    found_inf,
-    seed_keys,
-    count,
     SCALED: tl.constexpr,
-    LAST: tl.constexpr,
-    P_KIND: tl.constexpr,
     G_KIND: tl.constexpr,
-    ALIGNED: tl.constexpr,
     GENERAL: tl.constexpr,
+    ALIGNED: tl.constexpr,
     ROWS_: tl.constexpr,
     COLS_: tl.constexpr,
 ):
-    """Takes tickets until none is left; see the module's docstring."""
-    seen = tl.load(status + SEEN)
-    skip = seen
+    """Maxima of |U| before it is normalised, (6) and the left of (7), for a block of rows."""
+    if tl.load(status + SKIP) != 0:
+        return
+    block = tl.program_id(0)
+    k = tl.load(block_matrix + block).to(tl.int64)
+    entry = table + k * TABLE
+    setting = settings + tl.load(entry + GROUP) * SETTINGS
+    flags = tl.load(entry + FLAGS)
+    m = tl.load(entry + ROWS)
+    n = tl.load(entry + COLS)
+    strips = tl.load(entry + STRIPS).to(tl.int32)
+    local = (block - tl.load(entry + FIRST_BLOCK)).to(tl.int32)
+    rows = local * ROWS_ + tl.arange(0, ROWS_)
+    pointer = address(pointers, entry, 1, G_KIND)
     inverse_scale = 1.0
     if SCALED:
-        overflow = (tl.load(found_inf) != 0.0).to(tl.int32)
-        skip += overflow
-        seen = tl.where(overflow != 0, 0, seen)  # GradScaler's own business: not counted
         inverse_scale = 1.0 / tl.load(grad_scale)
-    end = tl.where(skip == 0, count, 0)
-    ticket = tl.atomic_add(tickets, 1, sem="relaxed")
-    while ticket < end:
-        code = tl.load(order + ticket)
-        tile = code >> 1
-        k = tl.load(tile_matrix + tile).to(tl.int64)
-        entry = table + k * TABLE
-        group = tl.load(entry + GROUP)
-        setting = settings + group * SETTINGS
-        flags = tl.load(entry + FLAGS)
-        owner = tl.load(entry + OWNER)
-        m = tl.load(entry + ROWS)
-        n = tl.load(entry + COLS)
-        strips = tl.load(entry + STRIPS)
-        local = tile - tl.load(entry + FIRST_TILE)
-        rows = (local // strips * ROWS_).to(tl.int32) + tl.arange(0, ROWS_)
-        cols = (local % strips * COLS_).to(tl.int32) + tl.arange(0, COLS_)
-        pointer = address(pointers, entry, 1, G_KIND)
-        g = load_tile(pointer, rows, cols, m, n, G_KIND, ALIGNED)
-        g *= inverse_scale
-        if (code & 1) == 0:
-            maxima_tile(
-                entry, setting, k, tile, g, rows, cols, m, n, flags,
-                row_max_var, row_sum_var, row_max, update_max, update_squares, GENERAL, ALIGNED,
-            )  # fmt: skip
-            tl.debug_barrier()  # all threads' maxima before the one atomic that counts the tile
-            before = tl.atomic_add(done + owner, 1, sem="acq_rel")
-            if before == tl.load(entry + OWNER_TILES) - 1:
-                close_tensor(entry, setting, flags, update_max, update_squares, scalars, GENERAL)
-                tl.debug_barrier()
-                tl.atomic_xchg(ready + owner, 1, sem="release")
-        else:
-            open_ = tl.atomic_add(ready + owner, 0, sem="acquire")
-            while open_ == 0:
-                open_ = tl.atomic_add(ready + owner, 0, sem="acquire")
-            update_tile(
-                entry, setting, k, tile, g, rows, cols, m, n, flags, pointers,
-                row_max_var, row_sum_var, row_max, update_max, squares, scalars,
-                P_KIND, GENERAL, ALIGNED, tl.load(seed_keys + group).to(tl.uint32),
-            )  # fmt: skip
-        ticket = tl.atomic_add(tickets, 1, sem="relaxed")
+    t = tl.load(scalars + tl.load(entry + OWNER) * SCALARS + TIME)
+    dense = (flags & DENSE) != 0
+    row_end, col_end = tl.where(dense, 0, m), tl.where(dense, 0, n)
+    scale = row_scale(entry, setting, k, extremes, row_sum_var, flags)
+    floor = tl.load(setting + VARIANCE_FLOOR)
+    row_pointer = tl.load(entry + ROW_VAR).to(tl.pointer_type(tl.float32))
+    col_pointer = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
+    r = tl.load(row_pointer + rows, mask=rows < row_end, other=1.0) / scale
+    total = tl.zeros([ROWS_], tl.float32)
+    by_row = tl.zeros([ROWS_], tl.float32)
+    separate = False
+    if not GENERAL:
+        separate = (dense == 0) & (is_floored(setting, k, extremes, scale) == 0)
+    if separate:  # the root of R can wait until after the maximum, and most strips are not read
+        needed = tl.zeros_like(rows) - 1
+        if strips <= 32:
+            peaks = row_peak + tl.load(entry + ROW_PART)
+            changes = ratios + tl.load(entry + COL_CHUNK) * 2
+            needed = strips_of_maximum(peaks, changes, rows, strips, m)
+        for strip in range(strips):
+            cols = strip * COLS_ + tl.arange(0, COLS_)
+            ends = tl.where(((needed >> (strip & 31)) & 1) != 0, m, 0)
+            g = load_tile(pointer, rows, cols, ends, n, G_KIND, ALIGNED)
+            c = tl.load(col_pointer + cols, mask=cols < n, other=1.0)
+            by_row = tl.maximum(by_row, tl.max(tl.abs(g) * inverse_root(c)[None, :], axis=1))
+        by_row *= inverse_root(r) * inverse_scale
+    else:
+        for strip in range(strips):
+            cols = strip * COLS_ + tl.arange(0, COLS_)
+            g = load_tile(pointer, rows, cols, m, n, G_KIND, ALIGNED) * inverse_scale
+            if dense:
+                v = dense_variance(entry, setting, t, g, rows, cols, m, n, ALIGNED)
+            else:
+                v = (
+                    r[:, None]
+                    * tl.load(col_pointer + cols, mask=cols < col_end, other=1.0)[None, :]
+                )
+            u = tl.abs(g) * tl.rsqrt(tl.maximum(v, floor))
+            by_row = tl.maximum(by_row, tl.max(u, axis=1))
+            if GENERAL:
+                total += tl.sum(u * u, axis=1)
+    bits = by_row.to(tl.int32, bitcast=True)
+    tl.store(row_max + tl.load(entry + ROW_SPACE) + rows, bits, mask=rows < m)
+    tl.atomic_max(update_max + tl.load(entry + OWNER), tl.max(bits, axis=0), sem="relaxed")
+    if GENERAL:
+        tl.store(update_squares + tl.load(entry + OWNER_BLOCK) + local, tl.sum(total, axis=0))
 
-    # The last program to leave prepares the next step.
-    left = tl.atomic_add(tickets + 1, 1, sem="acq_rel")
-    if left == tl.num_programs(0) - 1:
-        tl.store(tickets, 0)
-        tl.store(tickets + 1, 0)
-        if LAST:
-            tl.store(status + SEEN, 0)
-            tl.store(status + SKIPPED, tl.load(status + SKIPPED) + seen)
-            run = tl.load(status + IN_A_ROW) + seen
-            tl.store(status + IN_A_ROW, tl.where(seen != 0, run, 0))
+
+@triton.jit
+def divisor_of(setting, update_max, owner):
+    """The divisor of (7)."""
+    bits = tl.load(update_max + owner)
+    return tl.maximum(bits.to(tl.float32, bitcast=True), tl.load(setting + FLOOR))
+
+
+@triton.jit
+def rescale(table, settings, first_of, update_max, update_squares, scalars):
+    """What a tensor's direction is multiplied by: (7) (8) and the clip."""
+    owner = tl.program_id(0)
+    entry = table + tl.load(first_of + owner).to(tl.int64) * TABLE
+    setting = settings + tl.load(entry + GROUP) * SETTINGS
+    scale = 1.0 / divisor_of(setting, update_max, owner)  # (7)
+    first = tl.load(entry + OWNER_BLOCK)
+    count = tl.load(entry + OWNER_BLOCKS)
+    total = tl.zeros([1024], tl.float32)
+    for i in range(0, count, 1024):
+        at = i + tl.arange(0, 1024)
+        total += tl.load(update_squares + first + at, mask=at < count, other=0.0)
+    squares = tl.sum(total, axis=0)
+    numel = tl.maximum(tl.load(entry + NUMEL).to(tl.float32), 1.0)
+    clip = tl.load(setting + CLIP)
+    if (tl.load(entry + FLAGS) & ADAFACTOR) != 0:
+        scale = 1.0 / tl.maximum(1.0, tl.sqrt_rn(squares / numel) / clip)
+    else:
+        norm = tl.sqrt_rn(squares) * scale
+        shrink = tl.where(clip > 0.0, clip / tl.maximum(tl.maximum(norm, clip), TINY), 1.0)
+        s = tl.maximum(1.0, norm * shrink / tl.sqrt_rn(numel) / tl.load(setting + D))  # (8)
+        scale = scale * shrink / s
+    tl.store(scalars + owner * SCALARS + SCALE, scale)
+
+
+@triton.jit
+def apply(
+    pointers,
+    table,
+    settings,
+    tile_matrix,
+    extremes,
+    row_sum_var,
+    row_max,
+    update_max,
+    squares,
+    scalars,
+    status,
+    grad_scale,
+    seed_keys,
+    first_tile,
+    SCALED: tl.constexpr,
+    P_KIND: tl.constexpr,
+    G_KIND: tl.constexpr,
+    GENERAL: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS_: tl.constexpr,
+    COLS_: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES_: tl.constexpr,
+):
+    """New weights, (4) and (9), and the sum of their squares for the next step's (3)."""
+    if tl.program_id(0) == 0:
+        tl.store(status + SEEN, 0)  # for the next step; SKIP says what happens in this one
+    if tl.load(status + SKIP) != 0:
+        return
+    tile = first_tile + tl.program_id(0)
+    k = tl.load(tile_matrix + tile).to(tl.int64)
+    entry = table + k * TABLE
+    group = tl.load(entry + GROUP)
+    setting = settings + group * SETTINGS
+    flags = tl.load(entry + FLAGS)
+    owner = tl.load(entry + OWNER)
+    m = tl.load(entry + ROWS)
+    n = tl.load(entry + COLS)
+    strips = tl.load(entry + STRIPS).to(tl.int32)
+    local = (tile - tl.load(entry + FIRST_TILE)).to(tl.int32)
+    first_row = local // strips * TILE
+    last_row = tl.minimum(first_row + TILE, m.to(tl.int32))
+    cols = local % strips * COLS_ + tl.arange(0, COLS_)
+    scalar = scalars + owner * SCALARS
+    keep = tl.load(scalar + KEEP)
+    alpha = tl.load(scalar + ALPHA)
+    t = tl.load(scalar + TIME)
+    key = mix(tl.load(seed_keys + group).to(tl.uint32) + t.to(tl.uint32))
+    start = tl.load(entry + START)
+    floor = tl.load(setting + VARIANCE_FLOOR)
+    g_pointer = address(pointers, entry, 1, G_KIND)
+    w_pointer = address(pointers, entry, 0, P_KIND)
+    place = row_max + tl.load(entry + ROW_SPACE)
+    inverse_scale = 1.0
+    if SCALED:
+        inverse_scale = 1.0 / tl.load(grad_scale)
+    if GENERAL:
+        scale = alpha * tl.load(scalar + SCALE)
+        divisor = row_scale(entry, setting, k, extremes, row_sum_var, flags)
+        row_pointer = tl.load(entry + ROW_VAR).to(tl.pointer_type(tl.float32))
+        col_pointer = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
+    else:
+        scale = alpha / divisor_of(setting, update_max, owner)  # (7), and (8) is 1
+    if (flags & MAXIMIZE) != 0:
+        scale = -scale
+    whole = tl.load(update_max + owner)
+    vector = (flags & VECTOR) != 0
+    dense = (flags & DENSE) != 0
+    total = tl.zeros([ROWS_, COLS_], tl.float32)
+    for row in tl.range(first_row, last_row, ROWS_, num_stages=STAGES_):
+        rows = row + tl.arange(0, ROWS_)
+        g = load_tile(g_pointer, rows, cols, m, n, G_KIND, ALIGNED) * inverse_scale
+        w = load_tile(w_pointer, rows, cols, m, n, P_KIND, ALIGNED)
+        bits = tl.where(vector, whole, tl.load(place + rows, mask=rows < m, other=0))
+        size = (bits.to(tl.float32, bitcast=True) * scale)[:, None]
+        move = tl.where(g > 0.0, size, tl.where(g < 0.0, -size, 0.0))  # (9)
+        if dense:
+            v = dense_variance(entry, setting, t, g, rows, cols, m, n, ALIGNED)
+            store_tile(tl.load(entry + COL_VAR), v, rows, cols, m, n, tl.float32, ALIGNED)
+            if GENERAL:
+                if (flags & SIGN) == 0:
+                    move = g * tl.rsqrt(tl.maximum(v, floor)) * scale
+                if (flags & BOOSTED) != 0:
+                    root = tl.maximum(tl.sqrt_rn(v) + tl.load(setting + EPS1), TINY)
+                    up = tl.where((flags & MAXIMIZE) != 0, -alpha, alpha)
+                    move = g / root * tl.load(setting + BOOST) * up
+        elif GENERAL:
+            if (flags & SIGN) == 0:
+                r = tl.load(row_pointer + rows, mask=rows < m, other=1.0) / divisor
+                c = tl.load(col_pointer + cols, mask=cols < n, other=1.0)
+                move = g * tl.rsqrt(tl.maximum(r[:, None] * c[None, :], floor)) * scale
+        w = w * keep - move  # (4) (9)
+        if P_KIND != tl.float32:
+            if (flags & STOCHASTIC) != 0:
+                w = rounded(w, rows, cols, n, start, key, P_KIND)
+            w = w.to(P_KIND).to(tl.float32)
+        store_tile(w_pointer, w, rows, cols, m, n, P_KIND, ALIGNED)
+        total += w * w  # 0 outside the matrix, where W and G were read as 0
+    tl.store(squares + tile, tl.sum(tl.sum(total, axis=1), axis=0))
+    if tile == tl.load(entry + OWNER_TILE):
+        tl.store(tl.load(entry + STEP).to(tl.pointer_type(tl.float32)), t)

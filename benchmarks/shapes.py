@@ -1,0 +1,110 @@
+"""The shapes of Whisper's parameters, from its configuration: nothing is downloaded.
+
+The lists are those of `transformers.WhisperForConditionalGeneration`: keys have no bias, the
+output projection is tied to the token embedding, and both position tables count.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+
+FRAMES, TOKENS = 1500, 448  # positions of the encoder and of the decoder
+
+
+@dataclass(frozen=True)
+class Whisper:
+    """The numbers of a configuration that decide on shapes."""
+
+    width: int
+    layers: int  # of the encoder, and as many of the decoder
+    mel_bins: int = 80
+    vocabulary: int = 51_865
+
+
+MODELS = {
+    "whisper-tiny": Whisper(384, 4),
+    "whisper-base": Whisper(512, 6),
+    "whisper-small": Whisper(768, 12),
+    "whisper-medium": Whisper(1024, 24),
+    "whisper-large-v3": Whisper(1280, 32, mel_bins=128, vocabulary=51_866),
+    "quick": Whisper(32, 1, mel_bins=8, vocabulary=200),  # for tests, no published model
+}
+
+
+def shapes(model: str) -> dict[str, Shape]:
+    """Return names and shapes of a model's parameters, in the order of the model.
+
+    Example:
+        >>> tiny = shapes("whisper-tiny")
+        >>> len(tiny), elements(tiny)
+        (167, 37760640)
+        >>> tiny["model.encoder.conv1.weight"]
+        (384, 80, 3)
+    """
+    if model not in MODELS:
+        raise ValueError(f"unknown model {model!r}; known models: {', '.join(MODELS)}")
+    config = MODELS[model]
+    return {
+        f"model.{name}": shape
+        for part in (_encoder(config), _decoder(config))
+        for name, shape in part.items()
+    }
+
+
+def elements(model_shapes: dict[str, Shape]) -> int:
+    """The number of parameters."""
+    return sum(math.prod(shape) for shape in model_shapes.values())
+
+
+def _encoder(config: Whisper) -> dict[str, Shape]:
+    d = config.width
+    found: dict[str, Shape] = {
+        "encoder.conv1.weight": (d, config.mel_bins, 3),
+        "encoder.conv1.bias": (d,),
+        "encoder.conv2.weight": (d, d, 3),
+        "encoder.conv2.bias": (d,),
+        "encoder.embed_positions.weight": (FRAMES, d),
+    }
+    for layer in range(config.layers):
+        name = f"encoder.layers.{layer}"
+        found |= _attention(f"{name}.self_attn", d) | _feed_forward(name, d)
+    return found | _norm("encoder.layer_norm", d)
+
+
+def _decoder(config: Whisper) -> dict[str, Shape]:
+    d = config.width
+    found: dict[str, Shape] = {
+        "decoder.embed_tokens.weight": (config.vocabulary, d),
+        "decoder.embed_positions.weight": (TOKENS, d),
+    }
+    for layer in range(config.layers):
+        name = f"decoder.layers.{layer}"
+        found |= _attention(f"{name}.self_attn", d) | _attention(f"{name}.encoder_attn", d)
+        found |= _feed_forward(name, d)
+    return found | _norm("decoder.layer_norm", d)
+
+
+def _attention(name: str, d: int) -> dict[str, Shape]:
+    """Four projections and the normalization that follows them."""
+    found: dict[str, Shape] = {f"{name}.k_proj.weight": (d, d)}
+    for projection in ("v_proj", "q_proj", "out_proj"):
+        found |= {f"{name}.{projection}.weight": (d, d), f"{name}.{projection}.bias": (d,)}
+    return found | _norm(f"{name}_layer_norm", d)
+
+
+def _feed_forward(name: str, d: int) -> dict[str, Shape]:
+    hidden = 4 * d
+    return {
+        f"{name}.fc1.weight": (hidden, d),
+        f"{name}.fc1.bias": (hidden,),
+        f"{name}.fc2.weight": (d, hidden),
+        f"{name}.fc2.bias": (d,),
+        **_norm(f"{name}.final_layer_norm", d),
+    }
+
+
+def _norm(name: str, d: int) -> dict[str, Shape]:
+    return {f"{name}.weight": (d,), f"{name}.bias": (d,)}
