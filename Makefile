@@ -15,7 +15,7 @@ demo: install  ## a short training with MaxFactor, AdamW beside it
 	$(BIN)/python examples/touch_tones.py
 
 test-gpu:  ## the tests that need a GPU, with the Python that has torch for it
-	PYTHONPATH=src $(PYTHON) -m pytest tests -m gpu -p no:cacheprovider
+	PYTHONPATH=src $(PYTHON) -m pytest tests -m gpu -p no:cacheprovider -p no:benchmark
 
 install: .venv/installed
 

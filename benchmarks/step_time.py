@@ -7,12 +7,12 @@
 Parameters and gradients are random and fixed. On the CPU the contenders take turns, so that a
 busy machine slows all alike; on CUDA each has the memory for itself. Columns:
 
-    gpu ms     a step by CUDA events
+    gpu ms     a step on the GPU alone: launches queued up beforehand, by CUDA events
     wall ms    a step by the clock, with a wait for the GPU at its end
     host ms    until `step` returns, without that wait
     ratio      gpu ms (CPU: wall ms) over those of torch's fused AdamW with the same dtype
     state      bytes of optimizer state for each parameter
-    extra      bytes for each parameter that a step allocates and frees again, at its peak
+    extra      bytes for each parameter at the peak of a step beyond W, G and the state
     of copy    the bytes that no optimizer can avoid (read G, read W, write W) over the time, as a
                share of the speed of a plain copy
 
@@ -31,7 +31,7 @@ import os
 import platform
 import re
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
@@ -242,16 +242,12 @@ def cpu_times(
 
 
 def cuda_times(optimizer: Steps, repeats: int) -> Times:
-    """Time one optimizer: by events, by the clock with a wait, and until it returns."""
+    """Time one optimizer: on the GPU alone, by the clock with a wait, and until it returns."""
     times = Times([], [], [])
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(repeats):
         torch.cuda.synchronize()
-        start.record()
         times.host.append(seconds(optimizer.step))
-        end.record()
-        end.synchronize()
-        times.gpu.append(start.elapsed_time(end) / 1e3)
+    times.gpu += [gpu_seconds(optimizer, steps=3, host=max(times.host)) for _ in range(repeats)]
 
     def step_and_wait() -> None:
         optimizer.step()
@@ -268,14 +264,26 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - before
 
 
-def cuda_peak(optimizer: Steps) -> int:
-    """Bytes that a step allocates beyond what is there before it."""
+def gpu_seconds(optimizer: Steps, steps: int, host: float) -> float:
+    """A step's time on the GPU, which is kept busy until the host has launched all steps."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(2e9 * (2 * steps * host + 0.001)))  # in clock cycles, about 2 GHz
+    start.record()
+    for _ in range(steps):
+        optimizer.step()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / steps
+
+
+def cuda_extra(optimizer: Steps, before: int) -> int:
+    """Bytes at the peak of a step beyond the state and what was there before the optimizer."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     optimizer.step()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    return torch.cuda.max_memory_allocated() - before - state_bytes(optimizer)
 
 
 def copy_speed(device: str, repeats: int = 7) -> float:
@@ -332,7 +340,7 @@ def row(
         wall_ms=1e3 * median(times.wall),
         host_ms=1e3 * median(times.host) if times.host else None,
         state_bytes_per_parameter=state_bytes(optimizer) / count,
-        extra_bytes_per_parameter=cuda_peak(optimizer) / count if times.gpu else None,
+        extra_bytes_per_parameter=None,
         share_of_copy=moved / median(times.gpu or times.wall) / copy,
     )
 
@@ -383,12 +391,16 @@ def _cuda_rows(
 ) -> Iterator[tuple[str, Row | str]]:
     for contender in contenders:
         params = problem(model, DTYPES[dtype], "cuda")
+        before = torch.cuda.memory_allocated()
         optimizer = started(contender, params)
         if isinstance(optimizer, str):
             yield contender.name, optimizer
         else:
             times = cuda_times(optimizer, repeats)
-            yield contender.name, row(contender.name, dtype, optimizer, times, params, copy)
+            own = row(contender.name, dtype, optimizer, times, params, copy)
+            count = sum(param.numel() for param in params)
+            extra = cuda_extra(optimizer, before) / count
+            yield contender.name, replace(own, extra_bytes_per_parameter=extra)
         del params, optimizer
         gc.collect()
         torch.cuda.empty_cache()

@@ -318,6 +318,8 @@ TABLE = "{:<10} {:>6} {:>8} {:>17} {:>26}"
 def main(arguments: list[str] | None = None) -> None:
     """Train as the command line says and print how it went."""
     options = parse(arguments)
+    # The model is too small to gain much from more, and sums do not depend on the number of cores.
+    torch.set_num_threads(1)
     names = ["maxfactor", "adamw"] if options.optimizer == "both" else [options.optimizer]
     contestants = [CONTESTANTS[name] for name in names]
     if options.lr is not None:

@@ -50,9 +50,9 @@ def test_an_unknown_model() -> None:
 
 
 def test_step_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Everything that needs only torch, in two dtypes."""
+    """What runs everywhere and fast, in two dtypes."""
     out = tmp_path / "results" / "quick.json"
-    words = ["MaxFactor", "Adafactor plain", "torch AdamW", "SGD", "torch Muon"]
+    words = ["plain", "MaxFactor foreach", "torch AdamW", "SGD", "torch Muon"]
     step_time.main(
         ["--quick", "--dtype", "float32", "bfloat16", "--out", str(out), "--optimizers", *words]
     )
@@ -67,8 +67,6 @@ def test_step_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert rows["torch AdamW fused", dtype]["ratio"] == 1.0
     assert rows["torch AdamW", "float32"]["state_bytes_per_parameter"] == pytest.approx(8, abs=0.01)
     assert rows["torch SGD", "float32"]["state_bytes_per_parameter"] == 0.0
-    if not torch.cuda.is_available():
-        assert "MaxFactor fused (float32)" in result["left_out"]
     assert {"date", "machine", "versions", "arguments", "parameters"} <= result.keys()
     text = out.read_text()
     assert socket.gethostname() not in text

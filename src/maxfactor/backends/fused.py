@@ -268,8 +268,8 @@ def matrices_of(work: Work) -> list[tuple[int, int, int]]:
 
 def repeated(runs: Sequence[tuple[int, int]]) -> Tensor:
     """Each value as often as its count says."""
-    values, counts = zip(*runs, strict=True)
-    return torch.repeat_interleave(torch.tensor(values), torch.tensor(counts)).to(torch.int32)
+    values, counts = torch.tensor(runs, dtype=torch.int64).reshape(-1, 2).unbind(dim=1)
+    return torch.repeat_interleave(values, counts)
 
 
 # ---------------------------------------------------------------------------------- step
@@ -300,7 +300,7 @@ class FusedStep:
         self.params = [work.param for work in works]
         self.states = [work.state for work in works]
         for state in self.states:
-            state["step"] = state["step"].to(self.device)
+            state["step"] = state["step"].to(self.device, non_blocking=True)
         self.tensors = list(chain.from_iterable(map(dict.values, self.states)))
         self.grad_dtypes = [key.grad_dtype for key in self.keys]
         self.flat = list(flat)
@@ -331,11 +331,11 @@ class FusedStep:
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.tasks = torch.tensor(plan.tasks, dtype=torch.int32).to(device)
-        self.tile_matrix = repeated(plan.tiles).to(device) if plan.tiles else zeros(1)
-        self.slabs = [repeated(kind.slabs).to(device) for kind in kinds]
-        self.blocks = [repeated(kind.blocks).to(device) for kind in kinds]
-        self.first_of = torch.tensor(plan.first_of, dtype=torch.int32).to(device)
+        self.tasks = self._to_device(plan.tasks, torch.int32)
+        self.tile_matrix = self._to_device(repeated(plan.tiles), torch.int32)
+        self.slabs = [self._to_device(repeated(kind.slabs), torch.int32) for kind in kinds]
+        self.blocks = [self._to_device(repeated(kind.blocks), torch.int32) for kind in kinds]
+        self.first_of = self._to_device(plan.first_of, torch.int32)
         self.row_part, self.row_peak = (zeros(plan.sizes["row_part"]) for _ in range(2))
         self.col_part, self.ratios = (
             zeros(plan.sizes["col_part"]),
@@ -367,7 +367,7 @@ class FusedStep:
 
     def _to_device(self, values: object, dtype: torch.dtype) -> Tensor:
         """Bring a table to the device without waiting for it."""
-        host = torch.tensor(values, dtype=dtype)
+        host = torch.as_tensor(values, dtype=dtype)
         if self.device.type != "cuda":
             return host
         host = host.pin_memory()
@@ -416,7 +416,8 @@ class FusedStep:
         found_inf: Tensor | None = None,
     ) -> Outcome:
         """Launch one step, which does nothing if a gradient is not finite or `found_inf` is set."""
-        self._raise_if_given_up()
+        if not is_capturing(self.device):  # a graph may not ask whether an event has passed
+            self._raise_if_given_up()
         rates = [rate_value(hyper) for hyper in hypers]
         if rates != self.rate_values:
             self.rates.copy_(self._to_device(rates, torch.float32), non_blocking=True)

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
-THREAD_BLOCK = 1 << 18  # elements: a core's share of a block stays in its caches
-CPU_BLOCK = 1 << 20  # at most, however many threads there are
+CPU_BLOCK = 1 << 19  # elements: two float32 buffers of this size stay in a processor's cache
 DEVICE_BLOCK = 1 << 24  # elsewhere a block only has to be small beside the memory
 MAX_COLUMNS = 1 << 20  # a block is at least one row
 SMALL = 1 << 15  # elements up to which a call costs more than the copy into a stack
@@ -389,9 +388,7 @@ class Scratch:
 
 def block_size(device: torch.device) -> int:
     """Elements to work on at a time."""
-    if device.type != "cpu":
-        return DEVICE_BLOCK
-    return min(THREAD_BLOCK * torch.get_num_threads(), CPU_BLOCK)
+    return CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK
 
 
 # -------------------------------------------------- equations of either rule, of one W or of many
