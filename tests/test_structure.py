@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ RANKS = [
     {"guard", "rounding", "state"},
     {"rule", "work"},
     {"backends.choice", "backends.plain"},
-    {"backends.foreach", "backends.fused"},
+    {"backends.foreach", "backends.kernels"},
+    {"backends.fused"},
     {"optimizer", "recipes", "schedule"},
     {"adafactor"},
 ]
@@ -65,18 +67,10 @@ def test_host_reads_carry_their_reason(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_only_torch_is_needed(path: Path) -> None:
-    known = {"torch", "maxfactor", "__future__"}
-    known |= {
-        "ast",
-        "collections",
-        "dataclasses",
-        "functools",
-        "importlib",
-        "itertools",
-        "math",
-        "numbers",
-    }
-    known |= {"os", "typing"}
+    """And Triton, by the fused backend alone."""
+    known = {"torch", "maxfactor", *sys.stdlib_module_names}
+    if name_of(path) in ("backends.fused", "backends.kernels"):
+        known |= {"triton"}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             assert {alias.name.split(".")[0] for alias in node.names} <= known
