@@ -227,3 +227,29 @@ def test_effective_lr_is_the_mean_step_size() -> None:
     large.grad, small.grad = torch.ones(3, 2), torch.ones(5)
     optimizer.step()
     assert optimizer.effective_lr() == pytest.approx([0.01 * (4.0 + 1e-3) / 2])
+
+
+@by_class
+def test_compiled_training_loops(cls: type[Any]) -> None:
+    """torch.compile leaves the step as it is: around it, and asked to compile it."""
+    models = [net(seed=3) for _ in range(3)]
+    optimizers = [cls(model.parameters()) for model in models]
+    compiled_step: Any = torch.compile(optimizers[1].step, backend="eager")
+    compiled_call: Any = torch.compile(lambda: optimizers[2].step(), backend="eager")
+
+    @torch.compile(backend="eager")
+    def loss_of(model: torch.nn.Module, x: Tensor) -> Tensor:
+        result: Tensor = model(x).square().mean()
+        return result
+
+    for t in range(3):
+        x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(t))
+        for model in models:
+            model.zero_grad()
+            loss_of(model, x).backward()
+        optimizers[0].step()
+        compiled_step()
+        compiled_call()
+    for a, b, c in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)

@@ -8,6 +8,7 @@ stay the same, brings new addresses and settings to the device when they change,
 from __future__ import annotations
 
 import operator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -309,6 +310,7 @@ class FusedStep:
         self.fixed = [fixed_settings(hyper) for hyper in hypers]
         group_of = {id(hyper): index for index, hyper in enumerate(hypers)}
         self.plan = Plan(works, self.keys, [group_of[id(work.hyper)] for work in works])
+        self.layouts = layouts(self.params)
         self.stand_ins = {
             i: torch.empty_like(param, memory_format=torch.contiguous_format)
             for i, param in enumerate(self.params)
@@ -337,16 +339,14 @@ class FusedStep:
         self.blocks = [self._to_device(repeated(kind.blocks), torch.int32) for kind in kinds]
         self.first_of = self._to_device(plan.first_of, torch.int32)
         self.row_part, self.row_peak = (zeros(plan.sizes["row_part"]) for _ in range(2))
-        self.col_part, self.ratios = (
-            zeros(plan.sizes["col_part"]),
-            zeros(plan.sizes["col_chunks"], 2),
-        )
+        self.col_part = zeros(plan.sizes["col_part"])
+        self.ratios = zeros(plan.sizes["col_chunks"], 2)
         self.row_sum_var = zeros(plan.sizes["row_chunks"])
         self.row_max = zeros(plan.sizes["rows"], dtype=torch.int32)
         self.extremes = zeros(len(plan.table), 3, dtype=torch.int32)
         self.squares, self.update_squares = zeros(plan.tile_count), zeros(plan.block_count)
         self.scalars = zeros(tensors, K.SCALARS.value)
-        self.update_max, self.done, self.bad = (zeros(tensors, dtype=torch.int32) for _ in range(3))
+        self.update_max, self.bad = (zeros(tensors, dtype=torch.int32) for _ in range(2))
         self.status = zeros(K.STATUS.value, dtype=torch.int32) if status is None else status
         self.zero, self.one = zeros(1), zeros(1) + 1.0  # where GradScaler has given no tensors
         self.report = torch.zeros(K.STATUS.value, dtype=torch.int32)
@@ -402,10 +402,9 @@ class FusedStep:
     def _may_move(self, addresses: list[int]) -> bool:
         """Whether tensors that are elsewhere now are still laid out as the plan wants them."""
         aligned = [key.aligned for key in self.keys for _ in range(2)]
-        return all(
-            param.device == self.device and param.is_contiguous() == (i not in self.stand_ins)
-            for i, param in enumerate(self.params)
-        ) and not any(fit and address & 15 for fit, address in zip(aligned, addresses, strict=True))
+        if any(fit and address & 15 for fit, address in zip(aligned, addresses, strict=True)):
+            return False
+        return layouts(self.params) == self.layouts
 
     def step(
         self,
@@ -424,14 +423,15 @@ class FusedStep:
             self.rate_values = rates
         borrowed = self._bring_addresses()
         versions = [param._version for param in self.params]
-        self._launch(
-            check=nonfinite != "ignore",
-            # A graph is replayed when nobody looks at the versions: take the squares anew.
-            stale=versions != self.versions or is_capturing(self.device),
-            scaled=found_inf is not None or grad_scale is not None,
-            grad_scale=grad_scale if grad_scale is not None else self.one,
-            found_inf=found_inf if found_inf is not None else self.zero,
-        )
+        with on_device(self.device):
+            self._launch(
+                check=nonfinite != "ignore",
+                # A graph is replayed when nobody looks at the versions: take the squares anew.
+                stale=versions != self.versions or is_capturing(self.device),
+                scaled=found_inf is not None or grad_scale is not None,
+                grad_scale=grad_scale if grad_scale is not None else self.one,
+                found_inf=found_inf if found_inf is not None else self.zero,
+            )
         for i, stand_in in self.stand_ins.items():
             self.params[i].copy_(stand_in)
         increment_version(self.written)
@@ -550,6 +550,16 @@ def launch_options(key: Key) -> dict[str, Any]:
     """What the kernels that touch W or G are compiled for."""
     # Fusing a product and a sum into one rounding is Triton's own default; newer ones ask for it.
     return {"COLS_": K.COLUMNS, "ALIGNED": key.aligned, "enable_fp_fusion": True}
+
+
+def layouts(params: Sequence[Tensor]) -> list[tuple[object, ...]]:
+    """What a plan takes for granted of each parameter, besides its address."""
+    return [(p.shape, p.dtype, p.device, p.is_contiguous()) for p in params]
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the model's."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def seed_key(hyper: Hyper) -> int:
