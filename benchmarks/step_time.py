@@ -14,7 +14,8 @@ busy machine slows all alike; on CUDA each has the memory for itself. Columns:
     state      bytes of optimizer state for each parameter
     extra      bytes for each parameter at the peak of a step beyond W, G and the state
     of copy    the bytes that no optimizer can avoid (read G, read W, write W) over the time, as a
-               share of the speed of a plain copy
+               share of the speed of a plain copy; more than 100 % is possible on a CPU, where
+               a copy first reads what it will overwrite
 
 All times are medians.
 """

@@ -74,6 +74,19 @@ def test_step_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert str(tmp_path) not in text
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_step_time_on_a_gpu() -> None:
+    words = ["MaxFactor", "torch AdamW"]
+    result = step_time.main(["--quick", "--device", "cuda", "--optimizers", *words])
+    for row in result["rows"]:
+        assert row["gpu_ms"] > 0.0
+        assert row["extra_bytes_per_parameter"] >= 0.0
+    assert {"MaxFactor plain", "MaxFactor foreach", "torch AdamW fused"} <= {
+        row["optimizer"] for row in result["rows"]
+    }
+
+
 def test_a_package_that_is_missing_is_left_out_with_the_reason() -> None:
     contender = step_time.named("theirs", "no_such_package", "Adam")
     model = shapes.shapes("quick")

@@ -38,8 +38,8 @@ def test_it_is_the_optimizers_step() -> None:
         param.grad = grad.clone()
         optimizer.step()
         weight, state, step_size = rule.step(weight, grad, state, hyper)
-        assert torch.equal(weight, param)
-        assert optimizer.effective_lr() == [float(step_size)]
+        torch.testing.assert_close(param.detach(), weight, rtol=1e-6, atol=1e-7)
+        assert optimizer.effective_lr() == pytest.approx([float(step_size)], rel=1e-6)
 
 
 def test_an_unknown_rule_is_refused() -> None:

@@ -1,0 +1,83 @@
+"""Stochastic rounding keeps on average what rounding to nearest loses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from maxfactor import MaxFactor
+from maxfactor.hyper import MaxFactorHyper
+from maxfactor.rounding import rounded
+
+STEPS, SIZE = 10_000, 1024
+
+
+def trained(dtype: torch.dtype, rounding: str | None, gradient: float, seed: int = 0) -> float:
+    """The mean weight after many steps that each change it by a ten-thousandth."""
+    param = torch.nn.Parameter(torch.ones(SIZE, dtype=dtype))
+    decay = 0.0 if gradient else 1.0
+    optimizer = MaxFactor([param], lr=1e-4, weight_decay=decay, rounding=rounding, seed=seed)
+    param.grad = torch.full_like(param, gradient)
+    for _ in range(STEPS):
+        optimizer.step()
+    return param.detach().double().mean().item()
+
+
+@pytest.mark.parametrize("gradient", [1.0, 0.0], ids=["update", "decay"])
+def test_ten_thousand_small_changes(gradient: float) -> None:
+    """Each is a fortieth of bfloat16's spacing: nearest never moves, stochastic keeps up."""
+    exact = trained(torch.float32, None, gradient)
+    assert exact == pytest.approx(math.exp(-1.0), rel=1e-3)
+    assert trained(torch.bfloat16, "nearest", gradient) == 1.0
+    spacing, noise = 2.0**-8, math.sqrt(STEPS / SIZE)
+    assert abs(trained(torch.bfloat16, None, gradient) - exact) < 4 * spacing / 2 * noise
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [1.0, -3.1, 1e-3, 2e-6, 5e-8, 0.0, 60000.0])
+def test_the_mean_is_the_value(dtype: torch.dtype, value: float) -> None:
+    """Over many positions; both neighbours occur, and nothing else. Subnormal numbers too."""
+    hyper = MaxFactorHyper(rounding="stochastic", seed=5)
+    w = torch.full((1 << 16,), value)
+    low = rounded(w, dtype, hyper, 7.0).double()
+    exact = float(w[0])
+    step = (low.max() - low.min()).item()
+    assert len(low.unique()) <= 2
+    assert low.min() <= exact <= low.max()
+    assert low.mean().item() == pytest.approx(exact, abs=max(step, 1e-30) * 0.02)
+
+
+def test_what_a_16_bit_number_can_hold_stays() -> None:
+    hyper = MaxFactorHyper(rounding="stochastic", seed=1)
+    special = torch.tensor([0.0, -0.0, 1.5, float("inf"), float("-inf"), float("nan")])
+    for dtype in (torch.bfloat16, torch.float16):
+        torch.testing.assert_close(
+            rounded(special, dtype, hyper, 3.0), special.to(dtype), equal_nan=True
+        )
+
+
+def test_repeatable_from_torchs_seed() -> None:
+    def run(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        param = torch.nn.Parameter(torch.ones(SIZE, dtype=torch.bfloat16))
+        optimizer = MaxFactor([param], lr=1e-3)
+        param.grad = torch.ones_like(param)
+        for _ in range(5):
+            optimizer.step()
+        return param.detach()
+
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+
+
+def test_positions_continue_across_blocks() -> None:
+    """A block that knows where it starts gets the same noise as within the whole."""
+    hyper = MaxFactorHyper(seed=2**63 + 11)
+    w = torch.randn(1000)
+    whole = rounded(w, torch.bfloat16, hyper, 9.0)
+    parts = [rounded(w[s : s + 300], torch.bfloat16, hyper, 9.0, s) for s in range(0, 1000, 300)]
+    assert torch.equal(whole, torch.cat(parts))
+    tensor_time = rounded(w, torch.bfloat16, hyper, torch.tensor(9.0))
+    assert torch.equal(whole, tensor_time)
