@@ -141,6 +141,9 @@ def test_copies_go_on_alike(cls: type[Any], duplicate: Any) -> None:
         assert a is not b
         assert torch.equal(a, b)
     assert copied.effective_lr() == optimizer.effective_lr()
+    assert duplicate(
+        cls([torch.nn.Parameter(torch.ones(2))], fused=True)
+    )._step_supports_amp_scaling
 
 
 @by_class

@@ -34,8 +34,6 @@ class FactoredOptimizer(Optimizer):
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         self.hyper_class.from_group(defaults)  # a wrong argument is refused before anything else
         self.defaults = defaults
-        if self._execution.fused:  # GradScaler then leaves unscaling and the check to the kernels
-            self._step_supports_amp_scaling = True
         self._reset()
         super().__init__(_as_list(params), defaults)
 
@@ -48,11 +46,15 @@ class FactoredOptimizer(Optimizer):
             group.update({name: self.defaults[name] for name in Execution.names()})
 
     def _reset(self) -> None:
-        """Forget what is derived from groups and state."""
-        self._guard: Guard = self.__dict__.get("_guard", Guard())
+        """Forget what is derived from groups and state, but not the number of skipped steps."""
+        skipped = self.skipped if "_guard" in self.__dict__ else 0
+        self._guard = Guard()
+        self._guard.skipped = skipped
         self._outcome = Outcome()
         self._stepped: list[Tensor] = []
         self._fused: FusedStep | None = None
+        if self._execution.fused:  # GradScaler then leaves unscaling and the check to the kernels
+            self._step_supports_amp_scaling = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with settings of its own; the defaults fill in what it leaves out."""
@@ -156,8 +158,8 @@ class FactoredOptimizer(Optimizer):
             seen["states"] = self._check_checkpoint(loaded)
 
         def restore(_: Optimizer) -> None:  # before the user's own post-hooks
+            on_device = self._execution.capturable
             for param, state in seen["states"]:
-                on_device = self._execution.capturable
                 self.state[param] = restored(param, state, step_on_device=on_device)
 
         handles = (
@@ -178,9 +180,9 @@ class FactoredOptimizer(Optimizer):
                 if param.grad is not None:
                     _check_gradient(name, param.grad)
                     found.append((name, param, param.grad, hyper))
+        on_device = self._execution.capturable
         for _, param, _, hyper in found:
             if not self.state[param]:
-                on_device = self._execution.capturable
                 self.state[param] = init_state(param, hyper, step_on_device=on_device)
         return [
             Work(name, param, grad, self.state[param], hyper) for name, param, grad, hyper in found
