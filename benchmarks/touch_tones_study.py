@@ -293,7 +293,7 @@ def draw(record: Record, path: Path) -> None:
     # A fixed salt and no date: the same study gives the same file.
     style: dict[Any, Any] = {"font.size": 11, "svg.hashsalt": "touch tones"}
     with mpl.rc_context(style):
-        figure = Figure(figsize=(8, 4.6), layout="constrained")
+        figure = Figure(figsize=(8, 5), layout="constrained")
         axes = figure.subplots()
         for entry, row in zip(ENTRIES, record["optimizers"], strict=True):
             draw_curve(axes, row, entry.colour)
@@ -306,13 +306,13 @@ def draw(record: Record, path: Path) -> None:
         axes.set_title(f"Digit error rate on held-out calls, mean and range of {seeds} seeds")
         axes.grid(color="#e5e5e5", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
-        title = "error after the last step"
-        axes.legend(frameon=False, loc="upper right", title=title, fontsize=10, handlelength=1.2)
+        # Below the axes: a curve may pass through any corner.
+        figure.legend(frameon=False, loc="outside lower center", ncols=2)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def draw_curve(axes: Axes, row: Record, colour: str) -> None:
-    """One optimizer's line, band and label."""
+    """One optimizer's line, band and label, which ends with the error after the last step."""
     steps = row["runs"][0]["curve"]["step"]
     errors = list(zip(*(run["curve"]["error"] for run in row["runs"]), strict=True))
     low, middle, high = ([100 * f(at) for at in errors] for f in (min, mean, max))
