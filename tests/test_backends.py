@@ -401,8 +401,8 @@ def test_cuda(step_on_device: bool, dtype: torch.dtype, backend: str) -> None:
                 rule.step(p, g, s, hyper) for p, g, s in zip(params, grads, states, strict=True)
             ]
             works = [
-                Work(f"{i}", *rest, hyper)
-                for i, rest in enumerate(zip(params, grads, states, strict=True))
+                Work(f"{i}", p, g, hyper, s)
+                for i, (p, g, s) in enumerate(zip(params, grads, states, strict=True))
             ]
             torch.cuda.set_sync_debug_mode("error")
             try:
@@ -422,7 +422,7 @@ def test_cuda_check(backend: str) -> None:
     hyper = MaxFactorHyper()
     params = [torch.randn(shape, device="cuda") for shape in [(8, 5), (9,), (4, 3, 2)]]
     works = [
-        Work(f"p{i}", p, torch.randn_like(p), rule.init_state(p, hyper), hyper)
+        Work(f"p{i}", p, torch.randn_like(p), hyper, rule.init_state(p, hyper))
         for i, p in enumerate(params)
     ]
     works[1].grad[3] = math.nan

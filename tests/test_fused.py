@@ -297,6 +297,7 @@ def test_fused_says_why_it_cannot() -> None:
     param.grad = torch.ones_like(param)
     with pytest.raises(RuntimeError, match=r"parameter 'w' .* is torch.float64; use float32"):
         optimizer.step()
+    assert not optimizer.state
     with pytest.raises(ValueError, match="exclude each other"):
         MaxFactor([param], fused=True, foreach=True)
     with pytest.raises(ValueError, match="fused is one for the whole optimizer"):

@@ -16,7 +16,7 @@ from maxfactor.backends.choice import choose
 from maxfactor.guard import Guard
 from maxfactor.hyper import Execution, Hyper, MaxFactorHyper
 from maxfactor.state import check_loaded, init_state, restored
-from maxfactor.work import Outcome, Work
+from maxfactor.work import Outcome, Pending, Work
 
 if TYPE_CHECKING:
     from maxfactor.backends.fused import FusedStep
@@ -98,24 +98,24 @@ class FactoredOptimizer(Optimizer):
         hypers = [self.hyper_class.from_group(group) for group in self.param_groups]
         flat = [param for group in self.param_groups for param in group["params"]]
         if self._fused is None or not self._fused.fits(flat, hypers):
-            works = self._collect(hypers)
-            if not works:
+            pending = self._pending(hypers)
+            if not pending:
                 return loss
-            if choose(works, self._execution) == "fused":
-                self._fused = _fused_step(works, flat, hypers, self._fused)
-            else:
-                self._run(works)
+            backend = choose(pending, self._execution)  # may refuse, before there is any state
+            works = self._with_state(pending)
+            if backend != "fused":
+                self._run(plain.step if backend == "plain" else foreach.step, works)
                 return loss
+            self._fused = _fused_step(works, flat, hypers, self._fused)
         self._run_fused(self._fused, hypers)
         return loss
 
-    def _run(self, works: list[Work]) -> None:
+    def _run(self, backend: Callable[..., Outcome], works: list[Work]) -> None:
         """Take a step by one of the backends that the host can follow."""
-        execution = self._execution
-        run = foreach.step if choose(works, execution) == "foreach" else plain.step
-        outcome = run(works, check=execution.nonfinite != "ignore")
+        nonfinite = self._execution.nonfinite
+        outcome = backend(works, check=nonfinite != "ignore")
         if outcome.nonfinite:
-            self._guard.failed(outcome.nonfinite, execution.nonfinite)
+            self._guard.failed(outcome.nonfinite, nonfinite)
         else:
             self._guard.passed()
             self._outcome, self._stepped = outcome, [work.param for work in works]
@@ -172,21 +172,23 @@ class FactoredOptimizer(Optimizer):
             for handle in handles:
                 handle.remove()
 
-    def _collect(self, hypers: list[Hyper]) -> list[Work]:
-        """Check every gradient, then make missing state: an error leaves no trace."""
-        found = []
+    def _pending(self, hypers: list[Hyper]) -> list[Pending]:
+        """Every parameter that has a gradient; an unusable gradient is an error."""
+        pending = []
         for index, hyper in enumerate(hypers):
             for name, param in self._named_group(index):
                 if param.grad is not None:
                     _check_gradient(name, param.grad)
-                    found.append((name, param, param.grad, hyper))
+                    pending.append(Pending(name, param, param.grad, hyper))
+        return pending
+
+    def _with_state(self, pending: list[Pending]) -> list[Work]:
+        """Add the state, new where there is none."""
         on_device = self._execution.capturable
-        for _, param, _, hyper in found:
-            if not self.state[param]:
-                self.state[param] = init_state(param, hyper, step_on_device=on_device)
-        return [
-            Work(name, param, grad, self.state[param], hyper) for name, param, grad, hyper in found
-        ]
+        for p in pending:
+            if not self.state[p.param]:
+                self.state[p.param] = init_state(p.param, p.hyper, step_on_device=on_device)
+        return [Work(p.name, p.param, p.grad, p.hyper, self.state[p.param]) for p in pending]
 
     def _named_group(self, index: int) -> list[tuple[str, Tensor]]:
         """A group's parameters with their names, or `param_3` for the fourth of all."""

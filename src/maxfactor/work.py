@@ -15,14 +15,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Work:
-    """A parameter, its gradient (never written), its state (written in place), its settings."""
+class Pending:
+    """A parameter, its gradient (never written) and its settings, before there is any state."""
 
     name: str
     param: Tensor
     grad: Tensor
-    state: State
     hyper: Hyper
+
+
+@dataclass(frozen=True)
+class Work(Pending):
+    """What a backend gets: the state is written in place."""
+
+    state: State
 
 
 @dataclass

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from maxfactor.hyper import Execution
-    from maxfactor.work import Work
+    from maxfactor.work import Pending
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def choose(works: Sequence[Work], execution: Execution) -> str:
+def choose(works: Sequence[Pending], execution: Execution) -> str:
     """Return "fused", "foreach" or "plain", or say why what was asked for cannot be."""
     if execution.capturable:
         _check_capturable(works, execution)
@@ -33,7 +33,7 @@ def choose(works: Sequence[Work], execution: Execution) -> str:
     return "foreach" if execution.foreach else "plain"
 
 
-def fused_obstacle(works: Sequence[Work]) -> str | None:
+def fused_obstacle(works: Sequence[Pending]) -> str | None:
     """What keeps the fused kernels from running, with the remedy; None if nothing does."""
     if not has_triton():
         return "Triton is not installed; install it with `pip install triton` or set fused=False"
@@ -69,7 +69,7 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _check_capturable(works: Sequence[Work], execution: Execution) -> None:
+def _check_capturable(works: Sequence[Pending], execution: Execution) -> None:
     for work in works:
         if not work.param.is_cuda and not is_interpreted():
             raise RuntimeError(

@@ -577,7 +577,7 @@ def is_capturing(device: torch.device) -> bool:
 def increment_version(params: list[Tensor]) -> None:
     """Tell autograd that the kernels wrote the parameters, as an in-place operation would."""
     try:
-        torch.autograd.graph.increment_version(params)  # a list only since torch 2.7
-    except AttributeError:
+        torch.autograd.graph.increment_version(params)
+    except (AttributeError, TypeError, RuntimeError):  # an older torch takes one at a time
         for param in params:
             torch.autograd.graph.increment_version(param)

@@ -269,8 +269,10 @@ class Matrix:
         (work,), hyper = self.works, self.hyper
         work.state["step"].add_(1.0)
         root = math.sqrt(self.grad.numel())
+        # By rows, as the norm of a whole tensor is taken by one thread alone.
+        norms = vector_norm(self.weight, dim=-1, dtype=torch.float32)
         # Numbers of one matrix are Python's own on the CPU; on a device they stay there.
-        size = host_scalar(vector_norm(self.weight, dtype=torch.float32)) / root
+        size = host_scalar(vector_norm(norms)) / root
         alpha, keep = rates(size, self.t, hyper)  # (2) (3) (4)
         variance = self._variance()  # (5) (6)
         row_max, row_norm = self._measure(variance)
@@ -287,9 +289,12 @@ class Matrix:
     def _blocks(self, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Blocks of rows: of a buffer, of the gradient in float32, and of the given tensors."""
         buffer = self.scratch(0, self.rows, self.grad)
-        for g, *rest in zip(*(x.split(self.rows) for x in (self.grad, *others)), strict=True):
+        for g, *rest in zip(*map(self._split, (self.grad, *others)), strict=True):
             wide = g if g.dtype == torch.float32 else self.scratch(1, len(g), g).copy_(g)
             yield (buffer if len(g) == self.rows else buffer[: len(g)], wide, *rest)
+
+    def _split(self, x: Tensor) -> Sequence[Tensor]:
+        return x.split(self.rows) if self.rows < len(x) else (x,)
 
     def _row_and_column_sums(self) -> tuple[Tensor, Tensor]:
         """Sums of squares, (m, 1) and (1, n), in one pass over the gradient."""
