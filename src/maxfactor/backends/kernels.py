@@ -21,11 +21,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from maxfactor.backends.choice import is_interpreted
+
 # A strip is COLUMNS wide. A slab of `statistics` is SLAB_ROWS rows of a strip, a tile of `apply`
 # TILE_ROWS rows of one, both loaded in pieces of a few rows; a block of `maxima` is a few rows in
 # all strips. A program of `finalize` has CHUNK rows, or one strip.
 # In the interpreter all are small, so that small tensors have several of each.
-INTERPRETED = triton.knobs.runtime.interpret
+INTERPRETED = is_interpreted()
 COLUMNS, CHUNK, SLAB_ROWS, TILE_ROWS = (32, 32, 16, 8) if INTERPRETED else (256, 256, 512, 128)
 STATISTICS_ROWS, MAXIMA_ROWS = (4, 4) if INTERPRETED else (16, 32)
 STAGES = 4  # pieces under way from memory; `maxima`, where most are masked, does better with one
