@@ -152,7 +152,7 @@ def test_no_floor_and_no_gradient(max_norm: bool, backend: str) -> None:
     settings: dict[str, Any] = {"eps": (0.0, 1e-3), "max_norm": max_norm, "lr": 0.5}
     hyper = MaxFactorHyper(**settings)
     for shape in [(300, 200), (9, 5), (9,)]:
-        weight = 1e4 * torch.ones(shape)
+        weight = 1e4 * problem(shape).weight
         param, state = torch.nn.Parameter(weight.clone()), rule.init_state(weight, hyper)
         optimizer = make(MaxFactor, [param], backend, **settings)
         for grad in [torch.zeros(shape), problem(shape).grads[0], torch.zeros(shape)]:
@@ -401,7 +401,7 @@ def test_cuda(step_on_device: bool, dtype: torch.dtype, backend: str) -> None:
                 rule.step(p, g, s, hyper) for p, g, s in zip(params, grads, states, strict=True)
             ]
             works = [
-                Work(f"{i}", p, g, hyper, s)
+                Work(name=f"{i}", param=p, grad=g, state=s, hyper=hyper)
                 for i, (p, g, s) in enumerate(zip(params, grads, states, strict=True))
             ]
             torch.cuda.set_sync_debug_mode("error")
@@ -422,7 +422,13 @@ def test_cuda_check(backend: str) -> None:
     hyper = MaxFactorHyper()
     params = [torch.randn(shape, device="cuda") for shape in [(8, 5), (9,), (4, 3, 2)]]
     works = [
-        Work(f"p{i}", p, torch.randn_like(p), hyper, rule.init_state(p, hyper))
+        Work(
+            name=f"p{i}",
+            param=p,
+            grad=torch.randn_like(p),
+            state=rule.init_state(p, hyper),
+            hyper=hyper,
+        )
         for i, p in enumerate(params)
     ]
     works[1].grad[3] = math.nan

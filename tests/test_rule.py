@@ -100,3 +100,10 @@ def test_a_recipe_is_the_callers_own() -> None:
     assert recipe("0.2")["lr"] == 0.01
     for name in RECIPES:
         MaxFactor([torch.nn.Parameter(torch.ones(2))], **recipe(name))
+
+
+def test_rms_of_a_large_matrix() -> None:
+    """One running float32 sum over as many elements is off by a thousandth."""
+    large = torch.rand(20_000, 500, generator=torch.Generator().manual_seed(0))
+    exact = large.double().square().mean().sqrt().item()
+    assert rule.rms(large).item() == pytest.approx(exact, rel=1e-6)

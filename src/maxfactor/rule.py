@@ -71,7 +71,7 @@ def maxfactor(param: Tensor, grad: Tensor, state: State, hyper: MaxFactorHyper) 
     t, lr = host_scalar(counted["step"]), host_scalar(hyper.lr)
     w, g = working_copies(param, grad, hyper)
 
-    alpha = step_size(w, t, lr, hyper)  # (2) (3), W before decay
+    alpha = step_size(rms(w), t, lr, hyper)  # (2) (3), W before decay
     w = w * (1 - (lr if hyper.decay_by == "lr" else alpha) * hyper.weight_decay)  # (4)
     if "variance" in state:
         v = state["variance"].view_as(g)
@@ -98,9 +98,9 @@ def statistic_weight(t: Scalar, hyper: MaxFactorHyper) -> Scalar:
     return smaller(larger(t**hyper.beta2_decay, low), high)
 
 
-def step_size(w: Tensor, t: Scalar, lr: Scalar, hyper: MaxFactorHyper) -> Scalar:
-    """Equations (2) and (3): the relative step times the weight's own size."""
-    size = larger(rms(w), hyper.eps2)
+def step_size(size: Scalar, t: Scalar, lr: Scalar, hyper: MaxFactorHyper) -> Scalar:
+    """Equations (2) and (3): the relative step times the weight's own size, RMS(W)."""
+    size = larger(size, hyper.eps2)
     if hyper.step_rule == "ramp":  # version 0.2: the cap is on the product
         return smaller(size * smaller(RAMP_PER_STEP * t, t**-0.5), lr)
     rho = smaller(lr, t**-0.5)  # (2)
@@ -151,7 +151,7 @@ def adafactor(param: Tensor, grad: Tensor, state: State, hyper: AdafactorHyper) 
     t = host_scalar(counted["step"])
     w, g = working_copies(param, grad, hyper)
 
-    alpha, decay = adafactor_rates(w, t, hyper)
+    alpha, decay = adafactor_rates(rms(w), t, hyper)
     kappa = t**hyper.beta2_decay  # 1 - beta2
     if "variance" in state:
         v = state["variance"].view_as(g)
@@ -168,14 +168,14 @@ def adafactor(param: Tensor, grad: Tensor, state: State, hyper: AdafactorHyper) 
     return Result(rounded(w, param.dtype, hyper, t), stored(counted, moments), alpha)
 
 
-def adafactor_rates(w: Tensor, t: Scalar, hyper: AdafactorHyper) -> tuple[Scalar, Scalar]:
-    """The step size and the share of W that decays."""
+def adafactor_rates(size: Scalar, t: Scalar, hyper: AdafactorHyper) -> tuple[Scalar, Scalar]:
+    """The step size and the share of W that decays; `size` is RMS(W)."""
     if not hyper.relative_step:
         assert hyper.lr is not None
         lr = host_scalar(hyper.lr)
         return lr, lr * hyper.weight_decay
     cap = ADAFACTOR_MAX_STEP if hyper.lr is None else host_scalar(hyper.lr)
-    alpha = smaller(cap, t**-0.5) * larger(rms(w), hyper.eps2)
+    alpha = smaller(cap, t**-0.5) * larger(size, hyper.eps2)
     # With an lr this is torch.optim.Adafactor's rule, where lr itself scales the decay.
     return alpha, (alpha if hyper.lr is None else cap) * hyper.weight_decay
 
@@ -218,8 +218,8 @@ def sum_of_squares(x: Tensor, dim: int) -> Tensor:
 
 
 def rms(x: Tensor) -> Tensor:
-    """RMS(x), a 0-dim tensor."""
-    norm: Tensor = vector_norm(x)
+    """RMS(x), a 0-dim tensor. Row by row first: one long float32 sum would lose digits."""
+    norm: Tensor = vector_norm(vector_norm(x, dim=-1)) if x.dim() > 1 else vector_norm(x)
     return norm / math.sqrt(x.numel())
 
 

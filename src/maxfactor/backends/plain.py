@@ -21,7 +21,7 @@ from torch.linalg import vector_norm
 from maxfactor import rule
 from maxfactor.hyper import FLOAT32_TINY, AdafactorHyper, Hyper, MaxFactorHyper
 from maxfactor.rounding import is_stochastic, rounded
-from maxfactor.rule import Scalar, host_scalar, larger, smaller
+from maxfactor.rule import Scalar, host_scalar, larger
 from maxfactor.state import factoring
 from maxfactor.work import Outcome
 
@@ -400,26 +400,15 @@ def block_size(device: torch.device) -> int:
 
 
 def rates(size: Scalar, t: Scalar, hyper: Hyper) -> tuple[Scalar, Scalar]:
-    """The step size, and what decay leaves of W; `size` is RMS(W)."""
+    """The step size (2) (3), and what decay leaves of W (4); `size` is RMS(W)."""
     if isinstance(hyper, AdafactorHyper):
-        return _adafactor_rates(size, t, hyper)
-    assert isinstance(hyper, MaxFactorHyper)
-    lr, size = host_scalar(hyper.lr), larger(size, hyper.eps2)
-    if hyper.step_rule == "ramp":
-        alpha = smaller(size * smaller(rule.RAMP_PER_STEP * t, t**-0.5), lr)
+        alpha, decay = rule.adafactor_rates(size, t, hyper)
     else:
-        alpha = size * (larger(smaller(lr, t**-0.5), hyper.min_lr) * (lr > 0))  # (2) (3)
-    if hyper.weight_decay == 0.0:
-        return alpha, 1.0
-    return alpha, 1 - (lr if hyper.decay_by == "lr" else alpha) * hyper.weight_decay  # (4)
-
-
-def _adafactor_rates(size: Scalar, t: Scalar, hyper: AdafactorHyper) -> tuple[Scalar, Scalar]:
-    lr = rule.ADAFACTOR_MAX_STEP if hyper.lr is None else host_scalar(hyper.lr)
-    alpha = larger(size, hyper.eps2) * smaller(lr, t**-0.5) if hyper.relative_step else lr
-    if hyper.weight_decay == 0.0:
-        return alpha, 1.0
-    return alpha, 1 - (alpha if hyper.lr is None else lr) * hyper.weight_decay
+        assert isinstance(hyper, MaxFactorHyper)
+        lr = host_scalar(hyper.lr)
+        alpha = rule.step_size(size, t, lr, hyper)
+        decay = (lr if hyper.decay_by == "lr" else alpha) * hyper.weight_decay
+    return alpha, 1.0 if hyper.weight_decay == 0.0 else 1 - decay
 
 
 def downhill(alpha: Scalar, hyper: Hyper) -> Scalar:
