@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +56,16 @@ ADAFACTOR_VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 STEPS = 12
+
+
+@contextmanager
+def no_host_sync() -> Iterator[None]:
+    """Fails when something in it waits for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @dataclass

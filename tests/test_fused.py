@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases import ADAFACTOR_VARIANTS, SHAPES, VARIANTS, problem
+from cases import ADAFACTOR_VARIANTS, SHAPES, VARIANTS, no_host_sync, problem
 from maxfactor import Adafactor, MaxFactor, recipe, rule
 
 pytest.importorskip("triton")
@@ -316,11 +316,8 @@ def test_no_wait_and_few_launches(cls: type[Any]) -> None:
         for _ in range(3):
             for param in params:
                 param.grad = torch.randn_like(param)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with no_host_sync():
                 optimizer.step()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
         assert optimizer._fused is not None
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True

@@ -144,7 +144,15 @@ class FactoredOptimizer(Optimizer):
 
         0 for a group that has not stepped. Reading it waits for the device; not reading it is free.
         """
-        return [self._mean_step_size(group["params"]) for group in self.param_groups]
+        sizes = self._outcome.step_sizes
+        # Both wait for the device, a tensor once; this is asked for by the user, not by the step.
+        values = sizes.tolist() if isinstance(sizes, Tensor) else [float(size) for size in sizes]
+        used = dict(zip(self._stepped, values, strict=True))
+        groups = [
+            [used[param] for param in group["params"] if param in used]
+            for group in self.param_groups
+        ]
+        return [sum(group) / len(group) if group else 0.0 for group in groups]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint, or refuse it and change nothing.
@@ -195,13 +203,6 @@ class FactoredOptimizer(Optimizer):
         group = self.param_groups[index]
         first = sum(len(before["params"]) for before in self.param_groups[:index])
         return list(zip(_names(group, first), group["params"], strict=True))
-
-    def _mean_step_size(self, params: list[Tensor]) -> float:
-        own = set(params)
-        pairs = zip(self._stepped, self._outcome.step_sizes, strict=True)
-        # float() waits for the device; this is asked for by the user, never by the step.
-        sizes = [float(size) for param, size in pairs if param in own]
-        return sum(sizes) / len(sizes) if sizes else 0.0
 
     def _check_checkpoint(self, loaded: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
         """Return each parameter with its saved state, or refuse the checkpoint by name."""

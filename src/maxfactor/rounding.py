@@ -51,11 +51,15 @@ def mix(x: Tensor | int) -> Tensor | int:
     return x ^ (x >> 16)
 
 
+def seed_key(seed: int) -> int:
+    """A seed of any size in 32 bits."""
+    return int(mix(mix(seed & MASK) ^ ((seed >> 32) & MASK)))
+
+
 def noise_key(seed: int, t: float | Tensor) -> Tensor | int:
     """One 32-bit key for each step of a run."""
-    of_seed = mix(mix(seed & MASK) ^ ((seed >> 32) & MASK))
     step = t.to(torch.int64) if isinstance(t, Tensor) else int(t)
-    return mix((of_seed + step) & MASK)
+    return mix((seed_key(seed) + step) & MASK)
 
 
 def position_noise(w: Tensor, key: Tensor | int, start: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from maxfactor.backends import kernels as K  # noqa: N812
 from maxfactor.guard import LIMIT, given_up, refused
 from maxfactor.hyper import FLOAT32_TINY, AdafactorHyper, Hyper, MaxFactorHyper
-from maxfactor.rounding import MASK, is_stochastic, mix
+from maxfactor.rounding import is_stochastic, seed_key
 from maxfactor.rule import ADAFACTOR_MAX_STEP
 from maxfactor.state import factoring
 from maxfactor.work import Outcome
@@ -356,7 +356,8 @@ class FusedStep:
 
     def _upload(self, hypers: Sequence[Hyper]) -> None:
         self.settings = self._to_device([settings_of(hyper) for hyper in hypers], torch.float32)
-        self.seed_keys = self._to_device([seed_key(hyper) for hyper in hypers], torch.int32)
+        keys = [as_int32(seed_key(hyper.seed or 0)) for hyper in hypers]
+        self.seed_keys = self._to_device(keys, torch.int32)
         self.rates = torch.zeros(len(hypers), device=self.device)
         self.rate_values: list[float] = []
         places = [rate_address(hyper, self.device) for hyper in hypers]
@@ -562,11 +563,9 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def seed_key(hyper: Hyper) -> int:
-    """The seed's part of `rounding.noise_key`, as a signed 32-bit number."""
-    seed = hyper.seed or 0
-    key = int(mix(mix(seed & MASK) ^ ((seed >> 32) & MASK)))
-    return key - (1 << 32) if key >= 1 << 31 else key
+def as_int32(bits: int) -> int:
+    """32 bits as the signed number that int32 takes them for."""
+    return bits - (1 << 32) if bits >= 1 << 31 else bits
 
 
 def is_capturing(device: torch.device) -> bool:

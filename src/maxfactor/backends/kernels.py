@@ -283,16 +283,21 @@ def statistic_weight(t, setting):
 
 
 @triton.jit
-def tensor_scalars(entry, setting, squares, scalars):
-    """Equations (2) (3) and the factor of (4) for one tensor."""
-    flags = tl.load(entry + FLAGS)
-    first = tl.load(entry + OWNER_TILE)
-    count = tl.load(entry + OWNER_TILES)
+def sum_of(values, first, count):
+    """The sum of `count` partial sums from `first` on, always in the same order."""
     total = tl.zeros([1024], tl.float32)
     for i in range(0, count, 1024):
         at = i + tl.arange(0, 1024)
-        total += tl.load(squares + first + at, mask=at < count, other=0.0)
-    mean = tl.sum(total, axis=0) / tl.load(entry + NUMEL).to(tl.float32)
+        total += tl.load(values + first + at, mask=at < count, other=0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def tensor_scalars(entry, setting, squares, scalars):
+    """Equations (2) (3) and the factor of (4) for one tensor."""
+    flags = tl.load(entry + FLAGS)
+    total = sum_of(squares, tl.load(entry + OWNER_TILE), tl.load(entry + OWNER_TILES))
+    mean = total / tl.load(entry + NUMEL).to(tl.float32)
     size = tl.maximum(tl.sqrt_rn(mean), tl.load(setting + EPS2))
     t = tl.load(tl.load(entry + STEP).to(tl.pointer_type(tl.float32))) + 1.0
     lr = tl.load(tl.load(entry + LR).to(tl.pointer_type(tl.float32)))
@@ -327,7 +332,7 @@ def finalize(
     SCALED: tl.constexpr,
     CHUNK_: tl.constexpr,
 ):
-    """Equations (1) to (5) for a chunk of rows (kind 0), of columns (1), or for a tensor (2)."""
+    """Equations (1) to (5) for a chunk of rows, for a strip of columns, or for a tensor."""
     task = tl.program_id(0)
     k = tl.load(tasks + task * 3).to(tl.int64)
     kind = tl.load(tasks + task * 3 + 1)
@@ -408,13 +413,7 @@ def row_scale(entry, setting, k, extremes, row_sum_var, flags):
     largest = tl.load(extremes + k * 3).to(tl.float32, bitcast=True)
     scale = tl.maximum(largest, tl.load(setting + FLOOR))
     if (flags & ADAFACTOR) != 0:
-        first = tl.load(entry + ROW_CHUNK)
-        count = tl.load(entry + ROW_CHUNKS)
-        part = tl.zeros([256], tl.float32)
-        for i in range(0, count, 256):
-            at = i + tl.arange(0, 256)
-            part += tl.load(row_sum_var + first + at, mask=at < count, other=0.0)
-        total = tl.sum(part, axis=0)
+        total = sum_of(row_sum_var, tl.load(entry + ROW_CHUNK), tl.load(entry + ROW_CHUNKS))
         scale = tl.maximum(total / tl.load(entry + ROWS).to(tl.float32), TINY)
     return tl.where((flags & MAX_NORM) != 0, scale, 1.0)
 
@@ -563,13 +562,8 @@ def rescale(table, settings, first_of, update_max, update_squares, scalars):
     entry = table + tl.load(first_of + owner).to(tl.int64) * TABLE
     setting = settings + tl.load(entry + GROUP) * SETTINGS
     scale = 1.0 / divisor_of(setting, update_max, owner)  # (7)
-    first = tl.load(entry + OWNER_BLOCK)
-    count = tl.load(entry + OWNER_BLOCKS)
-    total = tl.zeros([1024], tl.float32)
-    for i in range(0, count, 1024):
-        at = i + tl.arange(0, 1024)
-        total += tl.load(update_squares + first + at, mask=at < count, other=0.0)
-    squares = tl.sum(total, axis=0)
+    first, count = tl.load(entry + OWNER_BLOCK), tl.load(entry + OWNER_BLOCKS)
+    squares = sum_of(update_squares, first, count)
     numel = tl.maximum(tl.load(entry + NUMEL).to(tl.float32), 1.0)
     clip = tl.load(setting + CLIP)
     if (tl.load(entry + FLAGS) & ADAFACTOR) != 0:
