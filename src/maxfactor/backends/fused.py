@@ -1,6 +1,6 @@
 """The fused backend: a fixed number of Triton launches per step, and no wait for the device.
 
-`Plan` lays out the tensors of a step once: which matrices they are, which tiles and slabs those
+`Plan` lays out the tensors of a step once: which matrices they are, which tiles and blocks those
 have, where in the work space their partial sums go. `FusedStep` keeps a plan while the tensors
 stay the same, brings new addresses and settings to the device when they change, and launches.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from maxfactor.work import Work
+
+# What is asked of every tensor in every step; `map` with these is several times a loop's speed.
+GRAD, DTYPE, LAYOUT, VERSION = map(operator.attrgetter, ("grad", "dtype", "layout", "_version"))
+STRIDED = {torch.strided}
 
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -132,8 +136,6 @@ class Kind:
 
     key: Key
     general: bool = False
-    slabs: list[tuple[int, int]] = field(default_factory=list)  # (matrix, how many)
-    slab_count: int = 0
     blocks: list[tuple[int, int]] = field(default_factory=list)  # (matrix, how many)
     block_count: int = 0
     first_tile: int = 0
@@ -183,25 +185,22 @@ class Plan:
         """Add a matrix of (rows, columns, position of its first element)."""
         m, n, start = shape
         k = len(self.table)
-        strips, slabs = ceil_div(n, K.COLUMNS), ceil_div(m, K.SLAB_ROWS)
-        tiles = ceil_div(m, K.TILE_ROWS) * strips
-        entry = {"ROWS": m, "COLS": n, "START": start, "STRIPS": strips, "SLABS": slabs}
+        strips, down = ceil_div(n, K.COLUMNS), ceil_div(m, K.TILE_ROWS)
+        entry = {"ROWS": m, "COLS": n, "START": start, "STRIPS": strips, "DOWN": down}
         entry |= {"FIRST_TILE": self.tile_count, "ROW_SPACE": self._reserve("rows", m)}
-        entry |= {"FIRST_SLAB": kind.slab_count, "FIRST_BLOCK": kind.block_count}
+        entry["FIRST_BLOCK"] = kind.block_count
         if common["FLAGS"] & K.DENSE.value:
             entry["COL_VAR"] = work.state["variance"].data_ptr() + 4 * start
         else:
-            entry |= self._add_factors(work, shape, strips, slabs)
-        self.tiles.append((k, tiles))
-        self.tile_count += tiles
-        kind.slabs.append((k, slabs * strips))
-        kind.slab_count += slabs * strips
+            entry |= self._add_factors(work, shape, strips, down)
+        self.tiles.append((k, down * strips))
+        self.tile_count += down * strips
         kind.blocks.append((k, ceil_div(m, K.MAXIMA_ROWS)))
         kind.block_count += kind.blocks[-1][1]
         self._append({**common, **entry})
 
     def _add_factors(
-        self, work: Work, shape: tuple[int, int, int], strips: int, slabs: int
+        self, work: Work, shape: tuple[int, int, int], strips: int, down: int
     ) -> dict[str, int]:
         """Places of a factored matrix' statistics and partial sums."""
         m, n, start = shape
@@ -213,7 +212,7 @@ class Plan:
             "ROW_VAR": work.state["row_var"].data_ptr() + 4 * batch * m,
             "COL_VAR": work.state["col_var"].data_ptr() + 4 * batch * n,
             "ROW_PART": self._reserve("row_part", strips * m),
-            "COL_PART": self._reserve("col_part", slabs * n),
+            "COL_PART": self._reserve("col_part", down * n),
             "ROW_CHUNK": self._reserve("row_chunks", row_chunks),
             "ROW_CHUNKS": row_chunks,
             "COL_CHUNK": self._reserve("col_chunks", col_chunks),
@@ -318,7 +317,9 @@ class FusedStep:
         }
         self.written = [p for i, p in enumerate(self.params) if i not in self.stand_ins]
         self.kept: list[Tensor] = []  # host memory that a captured graph reads at every replay
-        self.addresses: list[int] = []
+        self.grads: list[Any] = []  # of this step, gathered by `fits`
+        self.found: list[int] = []  # where W and G were in the last step
+        self.addresses: list[int] = []  # the same for the kernels, copies in place of strided ones
         self.versions: list[int] = []  # of the parameters whose squares are known
         self._allocate(status)
         self._upload(hypers)
@@ -335,7 +336,6 @@ class FusedStep:
 
         self.tasks = self._to_device(plan.tasks, torch.int32)
         self.tile_matrix = self._to_device(repeated(plan.tiles), torch.int32)
-        self.slabs = [self._to_device(repeated(kind.slabs), torch.int32) for kind in kinds]
         self.blocks = [self._to_device(repeated(kind.blocks), torch.int32) for kind in kinds]
         self.first_of = self._to_device(plan.first_of, torch.int32)
         self.row_part, self.row_peak = (zeros(plan.sizes["row_part"]) for _ in range(2))
@@ -345,6 +345,7 @@ class FusedStep:
         self.row_max = zeros(plan.sizes["rows"], dtype=torch.int32)
         self.extremes = zeros(len(plan.table), 3, dtype=torch.int32)
         self.squares, self.update_squares = zeros(plan.tile_count), zeros(plan.block_count)
+        self.unsigned = zeros(plan.tile_count, dtype=torch.int8)
         self.scalars = zeros(tensors, K.SCALARS.value)
         self.update_max, self.bad = (zeros(tensors, dtype=torch.int32) for _ in range(2))
         self.status = zeros(K.STATUS.value, dtype=torch.int32) if status is None else status
@@ -381,7 +382,7 @@ class FusedStep:
     def fits(self, flat: Sequence[Tensor], hypers: Sequence[Hyper]) -> bool:
         """Whether the tensors and settings are still those that the plan was made for.
 
-        This runs in every step over every tensor: plain loops, no calls of our own.
+        This and `step` run over every tensor in every step: `map`, and no calls of our own.
         """
         states = chain.from_iterable(map(dict.values, self.states))
         if (
@@ -392,18 +393,21 @@ class FusedStep:
             or [fixed_settings(hyper) for hyper in hypers] != self.fixed
         ):
             return False
-        strided, moved = torch.strided, list[int]()
-        for param, dtype in zip(self.params, self.grad_dtypes, strict=True):
-            grad = param.grad
-            if grad is None or grad.dtype is not dtype or grad.layout is not strided:
-                return False
-            moved += (param.data_ptr(), grad.data_ptr())
-        return moved == self.addresses or self._may_move(moved)
+        grads: list[Any] = list(map(GRAD, self.params))
+        if any(map(operator.is_, grads, repeat(None))) or set(map(LAYOUT, grads)) != STRIDED:
+            return False
+        if list(map(DTYPE, grads)) != self.grad_dtypes:
+            return False
+        found = list(map(Tensor.data_ptr, chain(self.params, grads)))
+        if found != self.found and not self._may_move(found):
+            return False
+        self.grads, self.found = grads, found
+        return True
 
     def _may_move(self, addresses: list[int]) -> bool:
         """Whether tensors that are elsewhere now are still laid out as the plan wants them."""
-        aligned = [key.aligned for key in self.keys for _ in range(2)]
-        if any(fit and address & 15 for fit, address in zip(aligned, addresses, strict=True)):
+        aligned = [key.aligned for key in self.keys]
+        if any(fit and at & 15 for fit, at in zip(aligned * 2, addresses, strict=True)):
             return False
         return layouts(self.params) == self.layouts
 
@@ -423,7 +427,7 @@ class FusedStep:
             self.rates.copy_(self._to_device(rates, torch.float32), non_blocking=True)
             self.rate_values = rates
         borrowed = self._bring_addresses()
-        versions = [param._version for param in self.params]
+        versions = list(map(VERSION, self.params))
         with on_device(self.device):
             self._launch(
                 check=nonfinite != "ignore",
@@ -445,40 +449,44 @@ class FusedStep:
         return Outcome(self.scalars[:, K.ALPHA.value])
 
     def _bring_addresses(self) -> list[Tensor]:
-        """Upload the addresses of W and G if one of them has moved; return copies made for it."""
-        params, borrowed = self.params, []
-        grads: list[Any] = [param.grad for param in params]
-        for i, grad in enumerate(grads):
-            if not grad.is_contiguous():
-                grads[i] = grad.contiguous()
-                borrowed.append(grads[i])
+        """Upload the addresses of W and G if one of them has moved; return what they belong to."""
+        grads, self.grads = self.grads or list(map(GRAD, self.params)), []
+        params = self.params
+        if not all(map(Tensor.is_contiguous, grads)):
+            grads = [grad.contiguous() for grad in grads]
         if self.stand_ins:
             params = list(params)
             for i, stand_in in self.stand_ins.items():
                 params[i] = stand_in.copy_(params[i])
-        addresses = [t.data_ptr() for pair in zip(params, grads, strict=True) for t in pair]
+        addresses = [0] * (2 * len(params))
+        addresses[::2] = map(Tensor.data_ptr, params)
+        addresses[1::2] = map(Tensor.data_ptr, grads)
         if addresses != self.addresses:
             self.pointers = self._to_device(addresses, torch.int64)
             self.addresses = addresses
-        return borrowed
+        return grads
 
     def _launch(
         self, *, check: bool, stale: bool, scaled: bool, grad_scale: Tensor, found_inf: Tensor
     ) -> None:
         kinds = list(self.plan.kinds.values())
-        options = [launch_options(kind.key) for kind in kinds]
-        for kind, slabs, option in zip(kinds, self.slabs, options, strict=True):
+        options = [launch_options(kind) for kind in kinds]
+        # One bit for each element, only for the time of a step.
+        words = 0 if all(kind.general for kind in kinds) else K.PIECE_ROWS * K.COLUMNS
+        signs = torch.empty(self.plan.tile_count, words, dtype=torch.int16, device=self.device)
+        for kind, option in zip(kinds, options, strict=True):
             if stale:
                 K.weight_squares[(kind.tiles,)](
                     self.pointers, self.table, self.tile_matrix, self.squares, kind.first_tile,
-                    P_KIND=KINDS[kind.key.param_dtype], ROWS_=K.STATISTICS_ROWS,
-                    TILE=K.TILE_ROWS, **option,
+                    P_KIND=KINDS[kind.key.param_dtype], ROWS_=K.PIECE_ROWS, TILE=K.TILE_ROWS,
+                    **option,
                 )  # fmt: skip
-            K.statistics[(len(slabs),)](
-                self.pointers, self.table, slabs, self.row_part, self.row_peak, self.col_part,
-                self.extremes, self.bad, self.status, grad_scale,
-                CHECK=check, SCALED=scaled, G_KIND=KINDS[kind.key.grad_dtype], SLAB=K.SLAB_ROWS,
-                ROWS_=K.STATISTICS_ROWS, STAGES_=K.STAGES, **option,
+            K.statistics[(kind.tiles,)](
+                self.pointers, self.table, self.tile_matrix, self.row_part, self.row_peak,
+                self.col_part, self.extremes, signs, self.unsigned, self.bad, self.status,
+                grad_scale, kind.first_tile, CHECK=check, SCALED=scaled, SIGNED=not kind.general,
+                G_KIND=KINDS[kind.key.grad_dtype], ROWS_=K.PIECE_ROWS, TILE=K.TILE_ROWS,
+                STAGES_=K.STAGES, **option,
             )  # fmt: skip
         K.finalize[(len(self.tasks),)](
             self.table, self.settings, self.tasks, self.row_part, self.col_part,
@@ -492,7 +500,7 @@ class FusedStep:
                 self.extremes, self.row_sum_var, self.row_max, self.update_max,
                 self.update_squares, self.scalars, self.status, grad_scale, SCALED=scaled,
                 G_KIND=KINDS[kind.key.grad_dtype], GENERAL=kind.general, ROWS_=K.MAXIMA_ROWS,
-                **option,
+                STRIPS_=K.STRIPS_AT_ONCE, **option,
             )  # fmt: skip
         if any(kind.general for kind in kinds):
             K.rescale[(len(self.params),)](
@@ -502,10 +510,10 @@ class FusedStep:
         for kind, option in zip(kinds, options, strict=True):
             K.apply[(kind.tiles,)](
                 self.pointers, self.table, self.settings, self.tile_matrix, self.extremes,
-                self.row_sum_var, self.row_max, self.update_max, self.squares, self.scalars,
-                self.status, grad_scale, self.seed_keys, kind.first_tile, SCALED=scaled,
-                P_KIND=KINDS[kind.key.param_dtype], G_KIND=KINDS[kind.key.grad_dtype],
-                ROWS_=K.apply_rows(kind.key.param_dtype.itemsize), TILE=K.TILE_ROWS,
+                self.row_sum_var, self.row_max, self.update_max, self.squares, self.scalars, signs,
+                self.unsigned, self.status, grad_scale, self.seed_keys, kind.first_tile,
+                SCALED=scaled, SIGNED=not kind.general, P_KIND=KINDS[kind.key.param_dtype],
+                G_KIND=KINDS[kind.key.grad_dtype], ROWS_=K.PIECE_ROWS, TILE=K.TILE_ROWS,
                 GENERAL=kind.general, STAGES_=K.STAGES, **option,
             )  # fmt: skip
 
@@ -547,10 +555,10 @@ class FusedStep:
             raise given_up(in_a_row, names)
 
 
-def launch_options(key: Key) -> dict[str, Any]:
+def launch_options(kind: Kind) -> dict[str, Any]:
     """What the kernels that touch W or G are compiled for."""
     # Fusing a product and a sum into one rounding is Triton's own default; newer ones ask for it.
-    return {"COLS_": K.COLUMNS, "ALIGNED": key.aligned, "enable_fp_fusion": True}
+    return {"COLS_": K.COLUMNS, "ALIGNED": kind.key.aligned, "enable_fp_fusion": True}
 
 
 def layouts(params: Sequence[Tensor]) -> list[tuple[object, ...]]:

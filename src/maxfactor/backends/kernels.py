@@ -3,14 +3,14 @@
 A step is four launches over all tensors of a kind (one kind: one pair of dtypes):
 
 1. `statistics` reads G: sums of squares of each row (over a strip of columns) and of each column
-   (over a slab of rows), whether anything is not finite, and the largest |G| / sqrt(C) of each row
-   and strip, with the C of the step before.
+   (over the rows of a tile), whether anything is not finite, the largest |G| / sqrt(C) of each row
+   and strip, with the C of the step before, and the signs of G, packed into bits.
 2. `finalize` adds the partial sums, equations (1) to (5), and notes by how much C has changed.
 3. `maxima` finds the row maxima of |U|, (6) and (7). Most of G need not be read again for that: a
    strip whose largest value, by the C of before and the most that C has changed, cannot reach what
-   another strip of the row has at least, does not hold the maximum.
-4. `apply` reads G and W and writes W, (4) (8) (9), and sums the squares of the new W for the
-   next step's (3).
+   another strip of the row has, does not hold the maximum.
+4. `apply` reads W and the signs and writes W, (4) (8) (9), and sums the squares of the new W for
+   the next step's (3). A tile of G with a zero in it, whose sign no bit can tell, is read again.
 
 Sums are taken in two stages in a fixed order, maxima by integer atomics on the bits of floats that
 are not negative: results repeat bit for bit.
@@ -23,21 +23,16 @@ import triton.language as tl
 
 from maxfactor.backends.choice import is_interpreted
 
-# A strip is COLUMNS wide. A slab of `statistics` is SLAB_ROWS rows of a strip, a tile of `apply`
-# TILE_ROWS rows of one, both loaded in pieces of a few rows; a block of `maxima` is a few rows in
-# all strips. A program of `finalize` has CHUNK rows, or one strip.
-# In the interpreter all are small, so that small tensors have several of each.
+# A strip is COLUMNS wide. A tile is TILE_ROWS rows of a strip, loaded in PIECES of PIECE_ROWS rows
+# each; the signs of a tile are as many words as a piece has elements, with one bit for each piece.
+# A block of `maxima` is a few rows in all strips. A program of `finalize` has CHUNK rows, or one
+# strip. In the interpreter all are small, so that small tensors have several of each.
 INTERPRETED = is_interpreted()
-COLUMNS, CHUNK, SLAB_ROWS, TILE_ROWS = (32, 32, 16, 8) if INTERPRETED else (256, 256, 512, 128)
-STATISTICS_ROWS, MAXIMA_ROWS = (4, 4) if INTERPRETED else (16, 32)
-STAGES = 4  # pieces under way from memory; `maxima`, where most are masked, does better with one
-
-
-def apply_rows(element_size: int) -> int:
-    """Rows of a piece of `apply`, the fastest on an H200."""
-    if INTERPRETED:
-        return 4
-    return 8 if element_size == 4 else 4
+COLUMNS, CHUNK, PIECE_ROWS, PIECES = (32, 32, 4, 4) if INTERPRETED else (256, 256, 16, 16)
+TILE_ROWS = PIECE_ROWS * PIECES
+MAXIMA_ROWS = 4 if INTERPRETED else 32
+STRIPS_AT_ONCE = 32  # up to so many strips, `maxima` leaves out those that it need not read
+STAGES = 4  # pieces under way from memory
 
 
 def constants(count: int) -> list[tl.constexpr]:
@@ -54,10 +49,10 @@ POINTERS = tl.constexpr(2)
     START,  # position of the first element in the tensor
     FLAGS, GROUP,
     OWNER, OWNER_TILE, OWNER_TILES, OWNER_BLOCK, OWNER_BLOCKS,  # the tensor, its tiles and blocks
-    FIRST_TILE, FIRST_SLAB, FIRST_BLOCK, SLABS, STRIPS,
+    FIRST_TILE, FIRST_BLOCK, DOWN, STRIPS,  # DOWN: tiles one below the other
     ROW_SPACE, ROW_PART, COL_PART, ROW_CHUNK, ROW_CHUNKS, COL_CHUNK,  # places in the work space
     TABLE,
-) = constants(27)  # fmt: skip
+) = constants(26)  # fmt: skip
 
 # Columns of the float32 table of settings, one row for each group.
 (
@@ -174,33 +169,37 @@ def inverse_root(x):
 def statistics(
     pointers,
     table,
-    slab_matrix,
+    tile_matrix,
     row_part,
     row_peak,
     col_part,
     extremes,
+    signs,
+    unsigned,
     bad,
     status,
     grad_scale,
+    first_tile,
     CHECK: tl.constexpr,
     SCALED: tl.constexpr,
+    SIGNED: tl.constexpr,
     G_KIND: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS_: tl.constexpr,
     COLS_: tl.constexpr,
-    SLAB: tl.constexpr,
+    TILE: tl.constexpr,
     STAGES_: tl.constexpr,
 ):
-    """Partial sums of G^2 over one slab of rows and one strip of columns."""
-    slab = tl.program_id(0)
-    k = tl.load(slab_matrix + slab).to(tl.int64)
+    """Partial sums of G^2 over one tile, and the signs of G."""
+    tile = first_tile + tl.program_id(0)
+    k = tl.load(tile_matrix + tile).to(tl.int64)
     entry = table + k * TABLE
     m = tl.load(entry + ROWS)
     n = tl.load(entry + COLS)
     strips = tl.load(entry + STRIPS)
-    local = slab - tl.load(entry + FIRST_SLAB)
+    local = tile - tl.load(entry + FIRST_TILE)
     strip = local % strips
-    first_row = local // strips * SLAB
+    first_row = local // strips * TILE
     cols = (strip * COLS_).to(tl.int32) + tl.arange(0, COLS_)
     pointer = address(pointers, entry, 1, G_KIND)
     place = tl.load(entry + ROW_PART) + strip * m
@@ -217,12 +216,17 @@ def statistics(
     col_pointer = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
     old_root = inverse_root(tl.load(col_pointer + cols, mask=cols < col_end, other=1.0))
     total = tl.zeros([ROWS_, COLS_], tl.float32)
-    last_row = tl.minimum(first_row + SLAB, m)
-    for row in tl.range(first_row, last_row, ROWS_, num_stages=STAGES_):
-        rows = (row + tl.arange(0, ROWS_)).to(tl.int32)
+    least = tl.full([ROWS_, COLS_], 1.0, tl.float32)  # of |G|: is there a zero?
+    negative = tl.zeros([ROWS_, COLS_], tl.int32)
+    pieces = tl.cdiv(tl.minimum(m - first_row, TILE), ROWS_).to(tl.int32)
+    for piece in tl.range(0, pieces, num_stages=STAGES_):
+        rows = (first_row + piece * ROWS_ + tl.arange(0, ROWS_)).to(tl.int32)
         g = load_tile(pointer, rows, cols, m, n, G_KIND, ALIGNED) * scale
         square = g * g
         total += square
+        if SIGNED:
+            least = tl.minimum(least, tl.abs(g))
+            negative |= (g < 0.0).to(tl.int32) << piece
         if not dense:
             tl.store(row_part + place + rows, tl.sum(square, axis=1), mask=rows < m)
             peak = tl.max(tl.abs(g) * old_root[None, :], axis=1)
@@ -234,12 +238,25 @@ def statistics(
             by_column,
             mask=cols < n,
         )
+    everything = tl.sum(by_column, axis=0)
+    finite = everything < float("inf")  # false for NaN too
+    if SIGNED:
+        # Rows beyond the last read as 0: they cost a second reading, not a wrong sign.
+        smallest = tl.min(tl.where((cols < n)[None, :], least, 1.0))
+        tl.store(unsigned + tile, ((smallest == 0.0) | (finite == 0)).to(tl.int8))
+        if not dense:
+            tl.store(sign_places(signs, tile, ROWS_, COLS_), negative.to(tl.int16))
     if CHECK:
-        everything = tl.sum(by_column, axis=0)
-        finite = everything < float("inf")  # false for NaN too
         if finite == 0:
             tl.store(status + SEEN, 1)
             tl.store(bad + tl.load(entry + OWNER), 1)
+
+
+@triton.jit
+def sign_places(signs, tile, ROWS_: tl.constexpr, COLS_: tl.constexpr):
+    """Where the sign bits of a tile are kept."""
+    within = tl.arange(0, ROWS_)[:, None] * COLS_ + tl.arange(0, COLS_)[None, :]
+    return signs + tile.to(tl.int64) * (ROWS_ * COLS_) + within
 
 
 @triton.jit
@@ -376,7 +393,7 @@ def finalize(
         else:
             inside = at < n
             part = col_part + tl.load(entry + COL_PART)
-            parts = tl.load(entry + SLABS)
+            parts = tl.load(entry + DOWN)
             length, count = n, m
             place = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
         for i in range(0, parts, 16):
@@ -443,21 +460,55 @@ def is_floored(setting, k, extremes, scale):
 
 
 @triton.jit
-def strips_of_maximum(peaks, ratios, rows, strips, m):
-    """In which strips a row's largest |G| / sqrt(C) may be, as bits, for each of `rows`.
+def pruned_row_maxima(
+    pointer,
+    peaks,
+    changes,
+    col_pointer,
+    rows,
+    m,
+    n,
+    strips,
+    inverse_scale,
+    G_KIND: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    COLS_: tl.constexpr,
+    STRIPS_: tl.constexpr,
+):
+    """The largest |G| / sqrt(C) of each row, reading few strips.
 
-    Each strip's largest is known up to the change of C, between the bounds in `ratios`. A strip is
-    out if the most it can have is less than the least that another has; the slack covers rounding.
+    The largest of each strip is known up to the change of C, between the bounds in `changes`. The
+    strip that has the most at least is read first. What is then left to read is a strip that may
+    have more than that; the slack covers rounding.
     """
-    which = tl.arange(0, 32)
+    which = tl.arange(0, STRIPS_)
     real = which < strips
     inside = (rows < m)[:, None] & real[None, :]
     peak = tl.load(peaks + which[None, :] * m + rows[:, None], mask=inside, other=0.0)
-    low = tl.load(ratios + which * 2, mask=real, other=0.0)
-    high = tl.load(ratios + which * 2 + 1, mask=real, other=0.0)
-    least = tl.max(peak * low[None, :], axis=1)
-    needed = peak * high[None, :] * 1.0001 >= least[:, None]
-    return tl.sum(needed.to(tl.int32) << which[None, :], axis=1)
+    low = tl.load(changes + which * 2, mask=real, other=0.0)
+    high = tl.load(changes + which * 2 + 1, mask=real, other=0.0)
+    strip = tl.argmax(peak * low[None, :], axis=1)
+    most = peak * high[None, :] * 1.0001
+    by_row = tl.zeros_like(tl.max(most, axis=1))
+    open_ = tl.max(most, axis=1) > 0.0
+    while tl.max(open_.to(tl.int32), axis=0) != 0:
+        ends = tl.where(open_, m, 0)
+        cols = strip[:, None] * COLS_ + tl.arange(0, COLS_)[None, :]
+        if ALIGNED:
+            base = tl.multiple_of(((pointer >> 4) << 4).to(tl.pointer_type(G_KIND)), 16)
+            width = (n >> 3) << 3
+        else:
+            base = pointer.to(tl.pointer_type(G_KIND))
+            width = n
+        needed = (rows < ends)[:, None] & (cols < width.to(tl.int32))
+        g = tl.load(base + (rows.to(tl.int64)[:, None] * width + cols), mask=needed, other=0.0)
+        c = tl.load(col_pointer + cols, mask=needed, other=1.0)
+        found = tl.max(tl.abs(g.to(tl.float32)) * inverse_root(c), axis=1)
+        by_row = tl.maximum(by_row, found * inverse_scale)
+        most = tl.where(which[None, :] == strip[:, None], 0.0, most)  # read
+        strip = tl.argmax(most, axis=1)
+        open_ = tl.max(most, axis=1) > by_row
+    return by_row
 
 
 @triton.jit
@@ -482,6 +533,7 @@ def maxima(
     ALIGNED: tl.constexpr,
     ROWS_: tl.constexpr,
     COLS_: tl.constexpr,
+    STRIPS_: tl.constexpr,
 ):
     """Maxima of |U| before it is normalised, (6) and the left of (7), for a block of rows."""
     if tl.load(status + SKIP) != 0:
@@ -510,22 +562,36 @@ def maxima(
     r = tl.load(row_pointer + rows, mask=rows < row_end, other=1.0) / scale
     total = tl.zeros([ROWS_], tl.float32)
     by_row = tl.zeros([ROWS_], tl.float32)
-    separate = False
-    if not GENERAL:
-        separate = (dense == 0) & (is_floored(setting, k, extremes, scale) == 0)
-    if separate:  # the root of R can wait until after the maximum, and most strips are not read
-        needed = tl.zeros_like(rows) - 1
-        if strips <= 32:
-            peaks = row_peak + tl.load(entry + ROW_PART)
-            changes = ratios + tl.load(entry + COL_CHUNK) * 2
-            needed = strips_of_maximum(peaks, changes, rows, strips, m)
+    # Where the floor of (6) acts nowhere, the root of R can wait until after the maximum.
+    separate = (dense == 0) & (is_floored(setting, k, extremes, scale) == 0)
+    if separate & (strips <= STRIPS_) & (GENERAL == 0):
+        by_row = pruned_row_maxima(
+            pointer,
+            row_peak + tl.load(entry + ROW_PART),
+            ratios + tl.load(entry + COL_CHUNK) * 2,
+            col_pointer,
+            rows,
+            m,
+            n,
+            strips,
+            inverse_scale,
+            G_KIND,
+            ALIGNED,
+            COLS_,
+            STRIPS_,
+        )
+        by_row *= inverse_root(r)
+    elif separate:
         for strip in range(strips):
             cols = strip * COLS_ + tl.arange(0, COLS_)
-            ends = tl.where(((needed >> (strip & 31)) & 1) != 0, m, 0)
-            g = load_tile(pointer, rows, cols, ends, n, G_KIND, ALIGNED)
+            g = load_tile(pointer, rows, cols, m, n, G_KIND, ALIGNED)
             c = tl.load(col_pointer + cols, mask=cols < n, other=1.0)
-            by_row = tl.maximum(by_row, tl.max(tl.abs(g) * inverse_root(c)[None, :], axis=1))
+            u = tl.abs(g) * inverse_root(c)[None, :]
+            by_row = tl.maximum(by_row, tl.max(u, axis=1))
+            if GENERAL:
+                total += tl.sum(u * u, axis=1)
         by_row *= inverse_root(r) * inverse_scale
+        total *= inverse_root(r) * inverse_root(r) * inverse_scale * inverse_scale
     else:
         for strip in range(strips):
             cols = strip * COLS_ + tl.arange(0, COLS_)
@@ -533,10 +599,8 @@ def maxima(
             if dense:
                 v = dense_variance(entry, setting, t, g, rows, cols, m, n, ALIGNED)
             else:
-                v = (
-                    r[:, None]
-                    * tl.load(col_pointer + cols, mask=cols < col_end, other=1.0)[None, :]
-                )
+                c = tl.load(col_pointer + cols, mask=cols < col_end, other=1.0)
+                v = r[:, None] * c[None, :]
             u = tl.abs(g) * tl.rsqrt(tl.maximum(v, floor))
             by_row = tl.maximum(by_row, tl.max(u, axis=1))
             if GENERAL:
@@ -577,6 +641,32 @@ def rescale(table, settings, first_of, update_max, update_squares, scalars):
 
 
 @triton.jit
+def write_weights(
+    pointer,
+    w,
+    move,
+    keep,
+    key,
+    start,
+    rows,
+    cols,
+    m,
+    n,
+    flags,
+    P_KIND: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """The end of (4) and (9) for a piece: round, write, return what was written as float32."""
+    w = w * keep - move
+    if P_KIND != tl.float32:
+        if (flags & STOCHASTIC) != 0:
+            w = rounded(w, rows, cols, n, start, key, P_KIND)
+        w = w.to(P_KIND).to(tl.float32)
+    store_tile(pointer, w, rows, cols, m, n, P_KIND, ALIGNED)
+    return w
+
+
+@triton.jit
 def apply(
     pointers,
     table,
@@ -588,11 +678,14 @@ def apply(
     update_max,
     squares,
     scalars,
+    signs,
+    unsigned,
     status,
     grad_scale,
     seed_keys,
     first_tile,
     SCALED: tl.constexpr,
+    SIGNED: tl.constexpr,
     P_KIND: tl.constexpr,
     G_KIND: tl.constexpr,
     GENERAL: tl.constexpr,
@@ -619,7 +712,7 @@ def apply(
     strips = tl.load(entry + STRIPS).to(tl.int32)
     local = (tile - tl.load(entry + FIRST_TILE)).to(tl.int32)
     first_row = local // strips * TILE
-    last_row = tl.minimum(first_row + TILE, m.to(tl.int32))
+    pieces = tl.cdiv(tl.minimum(m.to(tl.int32) - first_row, TILE), ROWS_)
     cols = local % strips * COLS_ + tl.arange(0, COLS_)
     scalar = scalars + owner * SCALARS
     keep = tl.load(scalar + KEEP)
@@ -627,55 +720,75 @@ def apply(
     t = tl.load(scalar + TIME)
     key = mix(tl.load(seed_keys + group).to(tl.uint32) + t.to(tl.uint32))
     start = tl.load(entry + START)
-    floor = tl.load(setting + VARIANCE_FLOOR)
-    g_pointer = address(pointers, entry, 1, G_KIND)
     w_pointer = address(pointers, entry, 0, P_KIND)
     place = row_max + tl.load(entry + ROW_SPACE)
-    inverse_scale = 1.0
-    if SCALED:
-        inverse_scale = 1.0 / tl.load(grad_scale)
     if GENERAL:
         scale = alpha * tl.load(scalar + SCALE)
-        divisor = row_scale(entry, setting, k, extremes, row_sum_var, flags)
-        row_pointer = tl.load(entry + ROW_VAR).to(tl.pointer_type(tl.float32))
-        col_pointer = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
     else:
         scale = alpha / divisor_of(setting, update_max, owner)  # (7), and (8) is 1
     if (flags & MAXIMIZE) != 0:
         scale = -scale
-    whole = tl.load(update_max + owner)
     vector = (flags & VECTOR) != 0
     dense = (flags & DENSE) != 0
     total = tl.zeros([ROWS_, COLS_], tl.float32)
-    for row in tl.range(first_row, last_row, ROWS_, num_stages=STAGES_):
-        rows = row + tl.arange(0, ROWS_)
-        g = load_tile(g_pointer, rows, cols, m, n, G_KIND, ALIGNED) * inverse_scale
-        w = load_tile(w_pointer, rows, cols, m, n, P_KIND, ALIGNED)
-        bits = tl.where(vector, whole, tl.load(place + rows, mask=rows < m, other=0))
-        size = (bits.to(tl.float32, bitcast=True) * scale)[:, None]
-        move = tl.where(g > 0.0, size, tl.where(g < 0.0, -size, 0.0))  # (9)
-        if dense:
-            v = dense_variance(entry, setting, t, g, rows, cols, m, n, ALIGNED)
-            store_tile(tl.load(entry + COL_VAR), v, rows, cols, m, n, tl.float32, ALIGNED)
-            if GENERAL:
+    by_signs = False
+    if SIGNED:
+        by_signs = (dense == 0) & (tl.load(unsigned + tile) == 0)
+    if by_signs:
+        negative = tl.load(sign_places(signs, tile, ROWS_, COLS_)).to(tl.int32)
+        for piece in tl.range(0, pieces, num_stages=STAGES_):
+            rows = first_row + piece * ROWS_ + tl.arange(0, ROWS_)
+            w = load_tile(w_pointer, rows, cols, m, n, P_KIND, ALIGNED)
+            bits = tl.load(place + rows, mask=rows < m, other=0)
+            size = (bits.to(tl.float32, bitcast=True) * scale)[:, None]
+            move = tl.where(((negative >> piece) & 1) != 0, -size, size)  # (9)
+            w = write_weights(
+                w_pointer, w, move, keep, key, start, rows, cols, m, n, flags, P_KIND, ALIGNED
+            )
+            total += w * w
+        total = tl.where((cols < n)[None, :], total, 0.0)  # outside, W was 0 and moved
+    else:
+        g_pointer = address(pointers, entry, 1, G_KIND)
+        floor = tl.load(setting + VARIANCE_FLOOR)
+        whole = tl.load(update_max + owner)
+        inverse_scale = 1.0
+        if SCALED:
+            inverse_scale = 1.0 / tl.load(grad_scale)
+        if GENERAL:
+            divisor = row_scale(entry, setting, k, extremes, row_sum_var, flags)
+            floored = is_floored(setting, k, extremes, divisor)
+            row_pointer = tl.load(entry + ROW_VAR).to(tl.pointer_type(tl.float32))
+            col_pointer = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
+            c = tl.load(col_pointer + cols, mask=cols < tl.where(dense, 0, n), other=1.0)[None, :]
+            root_c = inverse_root(c)
+        for piece in tl.range(0, pieces, num_stages=STAGES_):
+            rows = first_row + piece * ROWS_ + tl.arange(0, ROWS_)
+            g = load_tile(g_pointer, rows, cols, m, n, G_KIND, ALIGNED) * inverse_scale
+            w = load_tile(w_pointer, rows, cols, m, n, P_KIND, ALIGNED)
+            bits = tl.where(vector, whole, tl.load(place + rows, mask=rows < m, other=0))
+            size = (bits.to(tl.float32, bitcast=True) * scale)[:, None]
+            move = tl.where(g > 0.0, size, tl.where(g < 0.0, -size, 0.0))  # (9)
+            if dense:
+                v = dense_variance(entry, setting, t, g, rows, cols, m, n, ALIGNED)
+                store_tile(tl.load(entry + COL_VAR), v, rows, cols, m, n, tl.float32, ALIGNED)
+                if GENERAL:
+                    if (flags & SIGN) == 0:
+                        move = g * tl.rsqrt(tl.maximum(v, floor)) * scale
+                    if (flags & BOOSTED) != 0:
+                        root = tl.maximum(tl.sqrt_rn(v) + tl.load(setting + EPS1), TINY)
+                        up = tl.where((flags & MAXIMIZE) != 0, -alpha, alpha)
+                        move = g / root * tl.load(setting + BOOST) * up
+            elif GENERAL:
                 if (flags & SIGN) == 0:
-                    move = g * tl.rsqrt(tl.maximum(v, floor)) * scale
-                if (flags & BOOSTED) != 0:
-                    root = tl.maximum(tl.sqrt_rn(v) + tl.load(setting + EPS1), TINY)
-                    up = tl.where((flags & MAXIMIZE) != 0, -alpha, alpha)
-                    move = g / root * tl.load(setting + BOOST) * up
-        elif GENERAL:
-            if (flags & SIGN) == 0:
-                r = tl.load(row_pointer + rows, mask=rows < m, other=1.0) / divisor
-                c = tl.load(col_pointer + cols, mask=cols < n, other=1.0)
-                move = g * tl.rsqrt(tl.maximum(r[:, None] * c[None, :], floor)) * scale
-        w = w * keep - move  # (4) (9)
-        if P_KIND != tl.float32:
-            if (flags & STOCHASTIC) != 0:
-                w = rounded(w, rows, cols, n, start, key, P_KIND)
-            w = w.to(P_KIND).to(tl.float32)
-        store_tile(w_pointer, w, rows, cols, m, n, P_KIND, ALIGNED)
-        total += w * w  # 0 outside the matrix, where W and G were read as 0
+                    r = tl.load(row_pointer + rows, mask=rows < m, other=1.0)[:, None] / divisor
+                    if floored:
+                        move = g * tl.rsqrt(tl.maximum(r * c, floor)) * scale
+                    else:
+                        move = g * (inverse_root(r) * scale) * root_c
+            w = write_weights(
+                w_pointer, w, move, keep, key, start, rows, cols, m, n, flags, P_KIND, ALIGNED
+            )
+            total += w * w  # 0 outside the matrix, where W and G were read as 0
     tl.store(squares + tile, tl.sum(tl.sum(total, axis=1), axis=0))
     if tile == tl.load(entry + OWNER_TILE):
         tl.store(tl.load(entry + STEP).to(tl.pointer_type(tl.float32)), t)
