@@ -141,6 +141,16 @@ class Kind:
     first_tile: int = 0
     tiles: int = 0
 
+    @property
+    def apply_rows(self) -> int:
+        """Rows of a piece of `apply`: those of `statistics` where it takes the signs from there."""
+        return K.PIECE_ROWS if self.signed else K.apply_rows(self.key.param_dtype.itemsize)
+
+    @property
+    def signed(self) -> bool:
+        """Whether signs are kept as bits: not where G is needed anyway, nor where it is small."""
+        return not self.general and (self.key.grad_dtype == torch.float32 or K.INTERPRETED)
+
 
 class Plan:
     """Where everything is for a fixed list of works, sorted by dtypes."""
@@ -338,7 +348,8 @@ class FusedStep:
         self.tile_matrix = self._to_device(repeated(plan.tiles), torch.int32)
         self.blocks = [self._to_device(repeated(kind.blocks), torch.int32) for kind in kinds]
         self.first_of = self._to_device(plan.first_of, torch.int32)
-        self.row_part, self.row_peak = (zeros(plan.sizes["row_part"]) for _ in range(2))
+        self.row_part = zeros(plan.sizes["row_part"])
+        self.row_peak = zeros(plan.sizes["row_part"], 2, dtype=torch.int32)
         self.col_part = zeros(plan.sizes["col_part"])
         self.ratios = zeros(plan.sizes["col_chunks"], 2)
         self.row_sum_var = zeros(plan.sizes["row_chunks"])
@@ -472,7 +483,7 @@ class FusedStep:
         kinds = list(self.plan.kinds.values())
         options = [launch_options(kind) for kind in kinds]
         # One bit for each element, only for the time of a step.
-        words = 0 if all(kind.general for kind in kinds) else K.PIECE_ROWS * K.COLUMNS
+        words = K.PIECE_ROWS * K.COLUMNS if any(kind.signed for kind in kinds) else 0
         signs = torch.empty(self.plan.tile_count, words, dtype=torch.int16, device=self.device)
         for kind, option in zip(kinds, options, strict=True):
             if stale:
@@ -484,9 +495,9 @@ class FusedStep:
             K.statistics[(kind.tiles,)](
                 self.pointers, self.table, self.tile_matrix, self.row_part, self.row_peak,
                 self.col_part, self.extremes, signs, self.unsigned, self.bad, self.status,
-                grad_scale, kind.first_tile, CHECK=check, SCALED=scaled, SIGNED=not kind.general,
-                G_KIND=KINDS[kind.key.grad_dtype], ROWS_=K.PIECE_ROWS, TILE=K.TILE_ROWS,
-                STAGES_=K.STAGES, **option,
+                grad_scale, kind.first_tile, CHECK=check, SCALED=scaled, SIGNED=kind.signed,
+                G_KIND=KINDS[kind.key.grad_dtype], ROWS_=K.PIECE_ROWS, BUNDLE_=K.BUNDLE,
+                TILE=K.TILE_ROWS, STAGES_=K.STAGES, **option,
             )  # fmt: skip
         K.finalize[(len(self.tasks),)](
             self.table, self.settings, self.tasks, self.row_part, self.col_part,
@@ -500,7 +511,7 @@ class FusedStep:
                 self.extremes, self.row_sum_var, self.row_max, self.update_max,
                 self.update_squares, self.scalars, self.status, grad_scale, SCALED=scaled,
                 G_KIND=KINDS[kind.key.grad_dtype], GENERAL=kind.general, ROWS_=K.MAXIMA_ROWS,
-                STRIPS_=K.STRIPS_AT_ONCE, **option,
+                BUNDLE_=K.BUNDLE, STRIPS_=K.STRIPS_AT_ONCE, **option,
             )  # fmt: skip
         if any(kind.general for kind in kinds):
             K.rescale[(len(self.params),)](
@@ -512,8 +523,8 @@ class FusedStep:
                 self.pointers, self.table, self.settings, self.tile_matrix, self.extremes,
                 self.row_sum_var, self.row_max, self.update_max, self.squares, self.scalars, signs,
                 self.unsigned, self.status, grad_scale, self.seed_keys, kind.first_tile,
-                SCALED=scaled, SIGNED=not kind.general, P_KIND=KINDS[kind.key.param_dtype],
-                G_KIND=KINDS[kind.key.grad_dtype], ROWS_=K.PIECE_ROWS, TILE=K.TILE_ROWS,
+                SCALED=scaled, SIGNED=kind.signed, P_KIND=KINDS[kind.key.param_dtype],
+                G_KIND=KINDS[kind.key.grad_dtype], ROWS_=kind.apply_rows, TILE=K.TILE_ROWS,
                 GENERAL=kind.general, STAGES_=K.STAGES, **option,
             )  # fmt: skip
 
