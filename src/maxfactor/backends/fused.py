@@ -78,8 +78,9 @@ def flags_of(hyper: Hyper, param: Tensor) -> int:
     return sum(int(getattr(K, name).value) for name, value in bits.items() if value)
 
 
-def is_general(hyper: Hyper, flags: int) -> bool:
+def is_general(work: Work) -> bool:
     """Whether a tensor needs more than signs and row maxima."""
+    hyper, flags = work.hyper, flags_of(work.hyper, work.param)
     if not isinstance(hyper, MaxFactorHyper):
         return True
     plain_sign = flags & K.SIGN.value and not flags & K.BOOSTED.value
@@ -135,21 +136,26 @@ class Kind:
     """Tensors that share their launches."""
 
     key: Key
-    general: bool = False
+    general: bool
     blocks: list[tuple[int, int]] = field(default_factory=list)  # (matrix, how many)
     block_count: int = 0
     first_tile: int = 0
     tiles: int = 0
 
     @property
-    def apply_rows(self) -> int:
-        """Rows of a piece of `apply`: those of `statistics` where it takes the signs from there."""
-        return K.PIECE_ROWS if self.signed else K.apply_rows(self.key.param_dtype.itemsize)
-
-    @property
     def signed(self) -> bool:
         """Whether signs are kept as bits: not where G is needed anyway, nor where it is small."""
         return not self.general and (self.key.grad_dtype == torch.float32 or K.INTERPRETED)
+
+    @property
+    def apply(self) -> K.Shape:
+        """Pieces of `apply`: those of `statistics` where it takes the signs from there."""
+        return K.APPLY_SIGNS if self.signed else K.APPLY[self.key.param_dtype.itemsize]
+
+    @property
+    def maxima(self) -> K.Shape:
+        """Blocks of `maxima`."""
+        return K.MAXIMA_GENERAL if self.general else K.MAXIMA
 
 
 class Plan:
@@ -162,6 +168,7 @@ class Plan:
         self.first_of: list[int] = []  # the first matrix of each tensor
         self.tasks: list[tuple[int, int, int]] = []  # (matrix, kind, chunk) of `finalize`
         self.kinds: dict[Key, Kind] = {}
+        self.general = {key for key, work in zip(keys, works, strict=True) if is_general(work)}
         self.sizes = dict.fromkeys(("rows", "row_part", "col_part", "row_chunks", "col_chunks"), 0)
         for owner, work in enumerate(works):
             self._add(owner, work, keys[owner], group_of[owner])
@@ -175,8 +182,8 @@ class Plan:
             self.tasks.append((len(self.table), K.OF_EMPTY.value, 0))
             self._append(common)
             return
-        kind = self.kinds.setdefault(key, Kind(key, first_tile=self.tile_count))
-        kind.general |= is_general(work.hyper, flags)
+        kind = self.kinds.get(key) or Kind(key, key in self.general, first_tile=self.tile_count)
+        self.kinds[key] = kind
         first, first_tile, first_block = len(self.table), self.tile_count, kind.block_count
         for shape in matrices_of(work):
             self._add_matrix(work, shape, common, kind)
@@ -205,7 +212,7 @@ class Plan:
             entry |= self._add_factors(work, shape, strips, down)
         self.tiles.append((k, down * strips))
         self.tile_count += down * strips
-        kind.blocks.append((k, ceil_div(m, K.MAXIMA_ROWS)))
+        kind.blocks.append((k, ceil_div(m, kind.maxima.rows)))
         kind.block_count += kind.blocks[-1][1]
         self._append({**common, **entry})
 
@@ -489,15 +496,15 @@ class FusedStep:
             if stale:
                 K.weight_squares[(kind.tiles,)](
                     self.pointers, self.table, self.tile_matrix, self.squares, kind.first_tile,
-                    P_KIND=KINDS[kind.key.param_dtype], ROWS_=K.PIECE_ROWS, TILE=K.TILE_ROWS,
-                    **option,
+                    P_KIND=KINDS[kind.key.param_dtype], ROWS_=kind.apply.rows, TILE=K.TILE_ROWS,
+                    num_warps=kind.apply.warps, **option,
                 )  # fmt: skip
             K.statistics[(kind.tiles,)](
                 self.pointers, self.table, self.tile_matrix, self.row_part, self.row_peak,
                 self.col_part, self.extremes, signs, self.unsigned, self.bad, self.status,
                 grad_scale, kind.first_tile, CHECK=check, SCALED=scaled, SIGNED=kind.signed,
-                G_KIND=KINDS[kind.key.grad_dtype], ROWS_=K.PIECE_ROWS, BUNDLE_=K.BUNDLE,
-                TILE=K.TILE_ROWS, STAGES_=K.STAGES, **option,
+                G_KIND=KINDS[kind.key.grad_dtype], ROWS_=K.STATISTICS.rows, BUNDLE_=K.BUNDLE,
+                TILE=K.TILE_ROWS, STAGES_=K.STAGES, num_warps=K.STATISTICS.warps, **option,
             )  # fmt: skip
         K.finalize[(len(self.tasks),)](
             self.table, self.settings, self.tasks, self.row_part, self.col_part,
@@ -510,8 +517,9 @@ class FusedStep:
                 self.pointers, self.table, self.settings, blocks, self.row_peak, self.ratios,
                 self.extremes, self.row_sum_var, self.row_max, self.update_max,
                 self.update_squares, self.scalars, self.status, grad_scale, SCALED=scaled,
-                G_KIND=KINDS[kind.key.grad_dtype], GENERAL=kind.general, ROWS_=K.MAXIMA_ROWS,
-                BUNDLE_=K.BUNDLE, STRIPS_=K.STRIPS_AT_ONCE, **option,
+                G_KIND=KINDS[kind.key.grad_dtype], GENERAL=kind.general,
+                ROWS_=kind.maxima.rows, BUNDLE_=K.BUNDLE, STRIPS_=K.STRIPS_AT_ONCE,
+                STAGES_=K.STAGES, num_warps=kind.maxima.warps, **option,
             )  # fmt: skip
         if any(kind.general for kind in kinds):
             K.rescale[(len(self.params),)](
@@ -524,8 +532,8 @@ class FusedStep:
                 self.row_sum_var, self.row_max, self.update_max, self.squares, self.scalars, signs,
                 self.unsigned, self.status, grad_scale, self.seed_keys, kind.first_tile,
                 SCALED=scaled, SIGNED=kind.signed, P_KIND=KINDS[kind.key.param_dtype],
-                G_KIND=KINDS[kind.key.grad_dtype], ROWS_=kind.apply_rows, TILE=K.TILE_ROWS,
-                GENERAL=kind.general, STAGES_=K.STAGES, **option,
+                G_KIND=KINDS[kind.key.grad_dtype], ROWS_=kind.apply.rows, TILE=K.TILE_ROWS,
+                GENERAL=kind.general, STAGES_=K.STAGES, num_warps=kind.apply.warps, **option,
             )  # fmt: skip
 
     # The guard -------------------------------------------------------------------------

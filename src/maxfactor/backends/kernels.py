@@ -18,6 +18,8 @@ are not negative: results repeat bit for bit.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -28,18 +30,26 @@ from maxfactor.backends.choice import is_interpreted
 # A block of `maxima` is a few rows in all strips. A program of `finalize` has CHUNK rows, or one
 # strip. In the interpreter all are small, so that small tensors have several of each.
 INTERPRETED = is_interpreted()
-COLUMNS, CHUNK, PIECE_ROWS, PIECES = (32, 32, 4, 4) if INTERPRETED else (256, 256, 16, 16)
+COLUMNS, CHUNK, PIECE_ROWS, PIECES = (32, 32, 4, 4) if INTERPRETED else (256, 256, 8, 16)
 TILE_ROWS = PIECE_ROWS * PIECES
-MAXIMA_ROWS = 4 if INTERPRETED else 32
 BUNDLE, STRIPS_AT_ONCE = 8, 8  # `maxima` reads bundles of so many columns, of so many strips
-STAGES = 4  # pieces under way from memory
+STAGES = 3  # pieces under way from memory
 
 
-def apply_rows(element_size: int) -> int:
-    """Rows of a piece of `apply` where it reads G, the fastest on an H200."""
-    if INTERPRETED:
-        return 4
-    return 8 if element_size == 4 else 4
+class Shape(NamedTuple):
+    """What a kernel works on at a time, and with how many warps. The fastest on an H200."""
+
+    rows: int
+    warps: int
+
+
+STATISTICS = Shape(PIECE_ROWS, 1)  # one warp: sums over a row need not leave it
+APPLY_SIGNS = Shape(PIECE_ROWS, 2)
+APPLY = {4: Shape(8, 4), 2: Shape(4, 4)}  # by the bytes of an element of W
+MAXIMA, MAXIMA_GENERAL = Shape(16, 1), Shape(32, 4)
+if INTERPRETED:
+    APPLY = dict.fromkeys(APPLY, Shape(4, 4))
+    MAXIMA = MAXIMA_GENERAL = Shape(4, 4)
 
 
 def constants(count: int) -> list[tl.constexpr]:
@@ -224,7 +234,8 @@ def statistics(
     col_pointer = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
     old_root = inverse_root(tl.load(col_pointer + cols, mask=cols < col_end, other=1.0))
     total = tl.zeros([ROWS_, COLS_], tl.float32)
-    marks = tl.zeros([ROWS_, COLS_], tl.int32)  # a bit for each piece: negative; above, zero
+    least = tl.full([ROWS_, COLS_], 1.0, tl.float32)  # of |G|: is there a zero?
+    negative = tl.zeros([ROWS_, COLS_], tl.int32)  # a bit for each piece
     pieces = tl.cdiv(tl.minimum(m - first_row, TILE), ROWS_).to(tl.int32)
     for piece in tl.range(0, pieces, num_stages=STAGES_):
         rows = (first_row + piece * ROWS_ + tl.arange(0, ROWS_)).to(tl.int32)
@@ -232,8 +243,8 @@ def statistics(
         square = g * g
         total += square
         if SIGNED:
-            marks |= (g.to(tl.int32, bitcast=True) >> (31 - piece)) & (1 << piece)
-            marks |= tl.where(g == 0.0, 0x10000 << piece, 0)
+            least = tl.minimum(least, tl.abs(g))
+            negative |= (g.to(tl.int32, bitcast=True) >> (31 - piece)) & (1 << piece)
         if not dense:
             tl.store(row_part + place + rows, tl.sum(square, axis=1), mask=rows < m)
             peak, second = two_peaks(tl.abs(g) * old_root[None, :], ROWS_, COLS_, BUNDLE_)
@@ -250,10 +261,10 @@ def statistics(
     finite = everything < float("inf")  # false for NaN too
     if SIGNED:
         # Rows beyond the last read as 0: they cost a second reading, not a wrong sign.
-        zeros = tl.max(tl.where((cols < n)[None, :], marks >> 16, 0) & 0xFFFF)
-        tl.store(unsigned + tile, ((zeros != 0) | (finite == 0)).to(tl.int8))
+        smallest = tl.min(tl.where((cols < n)[None, :], least, 1.0))
+        tl.store(unsigned + tile, ((smallest == 0.0) | (finite == 0)).to(tl.int8))
         if not dense:
-            tl.store(sign_places(signs, tile, ROWS_, COLS_), marks.to(tl.int16))
+            tl.store(sign_places(signs, tile, ROWS_, COLS_), negative.to(tl.int16))
     if CHECK:
         if finite == 0:
             tl.store(status + SEEN, 1)
@@ -576,6 +587,7 @@ def maxima(
     COLS_: tl.constexpr,
     BUNDLE_: tl.constexpr,
     STRIPS_: tl.constexpr,
+    STAGES_: tl.constexpr,
 ):
     """Maxima of |U| before it is normalised, (6) and the left of (7), for a block of rows."""
     if tl.load(status + SKIP) != 0:
@@ -624,7 +636,7 @@ def maxima(
         )
         by_row *= inverse_root(r)
     elif separate:
-        for strip in range(strips):
+        for strip in tl.range(0, strips, num_stages=STAGES_):
             cols = strip * COLS_ + tl.arange(0, COLS_)
             g = load_tile(pointer, rows, cols, m, n, G_KIND, ALIGNED)
             c = tl.load(col_pointer + cols, mask=cols < n, other=1.0)
