@@ -150,7 +150,9 @@ class Kind:
     @property
     def apply(self) -> K.Shape:
         """Pieces of `apply`: those of `statistics` where it takes the signs from there."""
-        return K.APPLY_SIGNS if self.signed else K.APPLY[self.key.param_dtype.itemsize]
+        if self.signed:
+            return K.APPLY_SIGNS
+        return K.APPLY_GENERAL if self.general else K.APPLY
 
     @property
     def maxima(self) -> K.Shape:
@@ -494,11 +496,7 @@ class FusedStep:
         signs = torch.empty(self.plan.tile_count, words, dtype=torch.int16, device=self.device)
         for kind, option in zip(kinds, options, strict=True):
             if stale:
-                K.weight_squares[(kind.tiles,)](
-                    self.pointers, self.table, self.tile_matrix, self.squares, kind.first_tile,
-                    P_KIND=KINDS[kind.key.param_dtype], ROWS_=kind.apply.rows, TILE=K.TILE_ROWS,
-                    num_warps=kind.apply.warps, **option,
-                )  # fmt: skip
+                self._apply(kind, signs, grad_scale, scaled=scaled, measure=True)
             K.statistics[(kind.tiles,)](
                 self.pointers, self.table, self.tile_matrix, self.row_part, self.row_peak,
                 self.col_part, self.extremes, signs, self.unsigned, self.bad, self.status,
@@ -526,15 +524,22 @@ class FusedStep:
                 self.table, self.settings, self.first_of, self.update_max, self.update_squares,
                 self.scalars, enable_fp_fusion=True,
             )  # fmt: skip
-        for kind, option in zip(kinds, options, strict=True):
-            K.apply[(kind.tiles,)](
-                self.pointers, self.table, self.settings, self.tile_matrix, self.extremes,
-                self.row_sum_var, self.row_max, self.update_max, self.squares, self.scalars, signs,
-                self.unsigned, self.status, grad_scale, self.seed_keys, kind.first_tile,
-                SCALED=scaled, SIGNED=kind.signed, P_KIND=KINDS[kind.key.param_dtype],
-                G_KIND=KINDS[kind.key.grad_dtype], ROWS_=kind.apply.rows, TILE=K.TILE_ROWS,
-                GENERAL=kind.general, STAGES_=K.STAGES, num_warps=kind.apply.warps, **option,
-            )  # fmt: skip
+        for kind in kinds:
+            self._apply(kind, signs, grad_scale, scaled=scaled, measure=False)
+
+    def _apply(
+        self, kind: Kind, signs: Tensor, grad_scale: Tensor, *, scaled: bool, measure: bool
+    ) -> None:
+        """Write the weights, or only measure them."""
+        K.apply[(kind.tiles,)](
+            self.pointers, self.table, self.settings, self.tile_matrix, self.extremes,
+            self.row_sum_var, self.row_max, self.update_max, self.squares, self.scalars, signs,
+            self.unsigned, self.status, grad_scale, self.seed_keys, kind.first_tile, int(measure),
+            SCALED=scaled, SIGNED=kind.signed, P_KIND=KINDS[kind.key.param_dtype],
+            G_KIND=KINDS[kind.key.grad_dtype], ROWS_=kind.apply.rows, TILE=K.TILE_ROWS,
+            GENERAL=kind.general, STAGES_=K.STAGES, num_warps=kind.apply.warps,
+            **launch_options(kind),
+        )  # fmt: skip
 
     # The guard -------------------------------------------------------------------------
 

@@ -45,11 +45,8 @@ class Shape(NamedTuple):
 
 STATISTICS = Shape(PIECE_ROWS, 1)  # one warp: sums over a row need not leave it
 APPLY_SIGNS = Shape(PIECE_ROWS, 2)
-APPLY = {4: Shape(8, 4), 2: Shape(4, 4)}  # by the bytes of an element of W
-MAXIMA, MAXIMA_GENERAL = Shape(16, 1), Shape(32, 4)
-if INTERPRETED:
-    APPLY = dict.fromkeys(APPLY, Shape(4, 4))
-    MAXIMA = MAXIMA_GENERAL = Shape(4, 4)
+APPLY, APPLY_GENERAL = Shape(4, 4), Shape(4, 2)
+MAXIMA, MAXIMA_GENERAL = (Shape(4, 1), Shape(4, 1)) if INTERPRETED else (Shape(16, 1), Shape(8, 1))
 
 
 def constants(count: int) -> list[tl.constexpr]:
@@ -182,7 +179,7 @@ def inverse_root(x):
     return tl.rsqrt(tl.maximum(x, TINY))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_tile"])
 def statistics(
     pointers,
     table,
@@ -234,8 +231,7 @@ def statistics(
     col_pointer = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
     old_root = inverse_root(tl.load(col_pointer + cols, mask=cols < col_end, other=1.0))
     total = tl.zeros([ROWS_, COLS_], tl.float32)
-    least = tl.full([ROWS_, COLS_], 1.0, tl.float32)  # of |G|: is there a zero?
-    negative = tl.zeros([ROWS_, COLS_], tl.int32)  # a bit for each piece
+    marks = tl.zeros([ROWS_, COLS_], tl.int32)  # a bit for each piece: negative; above, zero
     pieces = tl.cdiv(tl.minimum(m - first_row, TILE), ROWS_).to(tl.int32)
     for piece in tl.range(0, pieces, num_stages=STAGES_):
         rows = (first_row + piece * ROWS_ + tl.arange(0, ROWS_)).to(tl.int32)
@@ -243,8 +239,8 @@ def statistics(
         square = g * g
         total += square
         if SIGNED:
-            least = tl.minimum(least, tl.abs(g))
-            negative |= (g.to(tl.int32, bitcast=True) >> (31 - piece)) & (1 << piece)
+            marks |= (g.to(tl.int32, bitcast=True) >> (31 - piece)) & (1 << piece)
+            marks |= tl.where(g == 0.0, 0x10000 << piece, 0)
         if not dense:
             tl.store(row_part + place + rows, tl.sum(square, axis=1), mask=rows < m)
             peak, second = two_peaks(tl.abs(g) * old_root[None, :], ROWS_, COLS_, BUNDLE_)
@@ -261,10 +257,10 @@ def statistics(
     finite = everything < float("inf")  # false for NaN too
     if SIGNED:
         # Rows beyond the last read as 0: they cost a second reading, not a wrong sign.
-        smallest = tl.min(tl.where((cols < n)[None, :], least, 1.0))
-        tl.store(unsigned + tile, ((smallest == 0.0) | (finite == 0)).to(tl.int8))
+        zeros = tl.max(tl.where((cols < n)[None, :], marks >> 16, 0) & 0xFFFF)
+        tl.store(unsigned + tile, ((zeros != 0) | (finite == 0)).to(tl.int8))
         if not dense:
-            tl.store(sign_places(signs, tile, ROWS_, COLS_), negative.to(tl.int16))
+            tl.store(sign_places(signs, tile, ROWS_, COLS_), marks.to(tl.int16))
     if CHECK:
         if finite == 0:
             tl.store(status + SEEN, 1)
@@ -289,38 +285,6 @@ def sign_places(signs, tile, ROWS_: tl.constexpr, COLS_: tl.constexpr):
     """Where the sign bits of a tile are kept."""
     within = tl.arange(0, ROWS_)[:, None] * COLS_ + tl.arange(0, COLS_)[None, :]
     return signs + tile.to(tl.int64) * (ROWS_ * COLS_) + within
-
-
-@triton.jit
-def weight_squares(
-    pointers,
-    table,
-    tile_matrix,
-    squares,
-    first_tile,
-    P_KIND: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS_: tl.constexpr,
-    COLS_: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Partial sums of W^2, one for each tile; needed only when somebody else wrote W."""
-    tile = first_tile + tl.program_id(0)
-    k = tl.load(tile_matrix + tile).to(tl.int64)
-    entry = table + k * TABLE
-    m = tl.load(entry + ROWS)
-    n = tl.load(entry + COLS)
-    strips = tl.load(entry + STRIPS)
-    local = tile - tl.load(entry + FIRST_TILE)
-    first_row = local // strips * TILE
-    cols = (local % strips * COLS_).to(tl.int32) + tl.arange(0, COLS_)
-    pointer = address(pointers, entry, 0, P_KIND)
-    total = tl.zeros([ROWS_, COLS_], tl.float32)
-    for row in range(first_row, tl.minimum(first_row + TILE, m), ROWS_):
-        rows = (row + tl.arange(0, ROWS_)).to(tl.int32)
-        w = load_tile(pointer, rows, cols, m, n, P_KIND, ALIGNED)
-        total += w * w
-    tl.store(squares + tile, tl.sum(tl.sum(total, axis=1), axis=0))
 
 
 @triton.jit
@@ -721,7 +685,7 @@ def write_weights(
     return w
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_tile", "measure"])
 def apply(
     pointers,
     table,
@@ -739,6 +703,7 @@ def apply(
     grad_scale,
     seed_keys,
     first_tile,
+    measure,
     SCALED: tl.constexpr,
     SIGNED: tl.constexpr,
     P_KIND: tl.constexpr,
@@ -750,11 +715,16 @@ def apply(
     TILE: tl.constexpr,
     STAGES_: tl.constexpr,
 ):
-    """New weights, (4) and (9), and the sum of their squares for the next step's (3)."""
-    if tl.program_id(0) == 0:
-        tl.store(status + SEEN, 0)  # for the next step; SKIP says what happens in this one
-    if tl.load(status + SKIP) != 0:
-        return
+    """New weights, (4) and (9), and the sum of their squares for the next step's (3).
+
+    With `measure` only the sum, before a step, when somebody else wrote W. It is this kernel and
+    no other, so that the sum has the same last bit.
+    """
+    if measure == 0:
+        if tl.program_id(0) == 0:
+            tl.store(status + SEEN, 0)  # for the next step; SKIP says what happens in this one
+        if tl.load(status + SKIP) != 0:
+            return
     tile = first_tile + tl.program_id(0)
     k = tl.load(tile_matrix + tile).to(tl.int64)
     entry = table + k * TABLE
@@ -789,7 +759,12 @@ def apply(
     by_signs = False
     if SIGNED:
         by_signs = (dense == 0) & (tl.load(unsigned + tile) == 0)
-    if by_signs:
+    if measure != 0:
+        for piece in tl.range(0, pieces, num_stages=STAGES_):
+            rows = first_row + piece * ROWS_ + tl.arange(0, ROWS_)
+            w = load_tile(w_pointer, rows, cols, m, n, P_KIND, ALIGNED)
+            total += w * w
+    elif by_signs:
         negative = tl.load(sign_places(signs, tile, ROWS_, COLS_)).to(tl.int32)
         for piece in tl.range(0, pieces, num_stages=STAGES_):
             rows = first_row + piece * ROWS_ + tl.arange(0, ROWS_)
@@ -845,5 +820,5 @@ def apply(
             )
             total += w * w  # 0 outside the matrix, where W and G were read as 0
     tl.store(squares + tile, tl.sum(tl.sum(total, axis=1), axis=0))
-    if tile == tl.load(entry + OWNER_TILE):
+    if (tile == tl.load(entry + OWNER_TILE)) & (measure == 0):
         tl.store(tl.load(entry + STEP).to(tl.pointer_type(tl.float32)), t)
