@@ -316,7 +316,8 @@ def filtered(
     if rule.momentum is not None:
         seen = None if stored is None else stored.reshape(m, -1)
         y, memories, wanted = remembered(rule, x, state, t, is_vector=is_vector, stored=seen)
-    if orthogonal and isinstance(rule.momentum, dict) and (FAM | rule.momentum)["bands"] > 1:
+    bands = (FAM | rule.momentum)["bands"] if isinstance(rule.momentum, dict) else 1
+    if bands > 1 and not is_vector:
         y = _float64(np.where(raw > 0.0, y, 0.0))  # no leaks to where there was no gradient
     move, u = turned(rule, y, v, mean, is_vector=is_vector)
     memories = {key: value.reshape(state[key].shape) for key, value in memories.items()}

@@ -194,8 +194,8 @@ def filtered_move(
     memories: State = {}
     if hyper.momentum is not None:
         x, memories = filtered(x, state, t, hyper, is_vector=is_vector)  # (11) (12) (13)
+        x = without_leaks(x, variance) if hyper.bands > 1 and not is_vector else x
     if hyper.direction == "orthogonal" and not is_vector:
-        x = x if hyper.bands < 2 else without_leaks(x, variance)
         return orthogonal(x * whitening(variance, moments, hyper)), memories  # (9)
     if hyper.direction == "factored":
         return x / rms_divisor(x, hyper.d), memories  # (9)
@@ -261,7 +261,7 @@ def whitening(variance: Tensor, moments: State, hyper: MaxFactorHyper) -> Tensor
 def without_leaks(y: Tensor, variance: Tensor) -> Tensor:
     """Zero where there never was a gradient: rounding leaks there from the other columns of a DCT.
 
-    The floor of V would make the leak the largest entry of all.
+    A sign would make the leak as large as any entry, whitening larger than all.
     """
     return torch.where(variance > 0, y, 0.0)
 

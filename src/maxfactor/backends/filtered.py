@@ -79,10 +79,9 @@ class FilteredStack(Stack):
             variance.divide_(x)  # (10)
         if hyper.momentum is not None:
             x = self._filtered(x)  # (11) (12) (13)
+            x = x if self.is_vector else without_leaks(x, variance, variance.row, hyper)
         if not whitens:
             return self._signed(self._turned(x))  # (7) (8) (9)
-        if hyper.bands > 1:
-            x = rule.without_leaks(x, rule.second_moment(moments, is_vector=False))
         variance.divide_(x.mul_(mean.sqrt()))
         return self._signed(orthogonal(x))  # (9)
 
@@ -167,13 +166,13 @@ class FilteredMatrix(Matrix):
         row_max, row_norm = self._new_column(), self._new_column()
         with_norm = tasks.needs_norm(self.hyper)
         totals = None
-        for x, momentum, state, largest, norm in self._inputs(row_max, row_norm):
+        for x, momentum, state, row, largest, norm in self._inputs(row_max, row_norm):
             if self.memory.band_beta is not None:
                 own = band_totals(x, momentum, self.memory.bands)
                 totals = own if totals is None else totals + own
             absorb_(self.memory, momentum, x)  # (12)
             remember_(state, momentum)
-            y = self.memory.leave(see_(self.memory, momentum, x))  # (13)
+            y = self._seen(momentum, x, row)  # (13)
             if with_norm:
                 torch.linalg.vector_norm(y, dim=-1, keepdim=True, out=norm)
             torch.amax(y.abs_(), dim=-1, keepdim=True, out=largest)
@@ -194,13 +193,20 @@ class FilteredMatrix(Matrix):
         coef = row_max if by_sign else torch.ones_like(row_max)
         coef.mul_(scale).mul_(-alpha)
         start = 0
-        for x, momentum, _, w, c in self._inputs(self.weight, coef):
-            y = self.memory.leave(see_(self.memory, momentum, x))
+        for x, momentum, _, row, w, c in self._inputs(self.weight, coef):
+            y = self._seen(momentum, x, row)
             self._write_block(w, (y.sign_() if by_sign else y).mul_(c), keep, start)  # (4) (9)
             start += w.numel()
 
-    def _inputs(self, *others: Tensor) -> Iterator[tuple[Tensor, Tensor, State, Tensor, Tensor]]:
-        """Blocks of rows: x, the momentum in float32, its state, and of two more tensors."""
+    def _seen(self, momentum: Tensor, x: Tensor, row: Tensor) -> Tensor:
+        """Equation (13) for a block of rows; the momentum is used up."""
+        y = self.memory.leave(see_(self.memory, momentum, x))
+        return without_leaks(y, self.variance, row, self.hyper)
+
+    def _inputs(
+        self, *others: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, State, Tensor, Tensor, Tensor]]:
+        """Blocks of rows: x, the momentum in float32, its state, of V, and of two more tensors."""
         (work,) = self.works
         keys: list[str] = [key for key in ("momentum", "momentum_scale") if key in work.state]
         kept = [work.state[key].view(len(self.grad), -1) for key in keys]
@@ -210,7 +216,7 @@ class FilteredMatrix(Matrix):
                 x.mul_(row)
             x.mul_(self.factor)
             state = dict(zip(keys, rest[2:], strict=True))
-            yield self.memory.enter(x), recalled(state), state, rest[0], rest[1]
+            yield self.memory.enter(x), recalled(state), state, row, rest[0], rest[1]
 
 
 def input_scale(
@@ -221,6 +227,13 @@ def input_scale(
     if whitens:
         clip = clip * mean.clamp(min=hyper.variance_floor).sqrt_()
     return (-1.0 if hyper.maximize else 1.0) / clip
+
+
+def without_leaks(y: Tensor, variance: Variance, row: Tensor, hyper: MaxFactorHyper) -> Tensor:
+    """Zero where there never was a gradient; `row` is the block's part of `variance.row`."""
+    if hyper.bands < 2 or variance.separable:  # no leaks, or no such place
+        return y
+    return rule.without_leaks(y, row * variance.col)
 
 
 def absorb_(memory: Memory, momentum: Tensor, x: Tensor) -> None:
