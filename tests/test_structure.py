@@ -16,11 +16,16 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 # A module may import from the ranks before its own, never from its own or later ones.
 RANKS = [
+    {"checks", "orthogonal", "quantize"},
+    {"fam"},
     {"hyper"},
     {"guard", "rounding", "state"},
+    {"momentum"},
     {"rule", "work"},
-    {"backends.choice", "backends.plain"},
-    {"backends.foreach", "backends.kernels"},
+    {"backends.choice", "backends.tasks"},
+    {"backends.kernels", "backends.matrix", "backends.stack"},
+    {"backends.filtered"},
+    {"backends.foreach", "backends.plain"},
     {"backends.fused"},
     {"optimizer", "recipes", "schedule"},
     {"adafactor"},
