@@ -23,7 +23,7 @@ RANKS = [
     {"backends.foreach", "backends.kernels"},
     {"backends.fused"},
     {"optimizer", "recipes", "schedule"},
-    {"adafactor"},
+    {"adafactor", "groups"},
 ]
 
 
