@@ -22,7 +22,8 @@ RANKS = [
     {"backends.choice", "backends.plain"},
     {"backends.foreach", "backends.kernels"},
     {"backends.fused"},
-    {"optimizer", "recipes", "schedule"},
+    {"description", "recipes", "schedule"},
+    {"optimizer"},
     {"adafactor", "groups"},
 ]
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from maxfactor.backends import foreach, plain
 from maxfactor.backends.choice import choose
+from maxfactor.description import Description, describe_group
 from maxfactor.guard import Guard
 from maxfactor.hyper import Execution, Hyper, MaxFactorHyper
 from maxfactor.state import check_loaded, init_state, restored
@@ -153,6 +154,33 @@ class FactoredOptimizer(Optimizer):
             for group in self.param_groups
         ]
         return [sum(group) / len(group) if group else 0.0 for group in groups]
+
+    def describe(self) -> Description:
+        """The parameter groups: tensors, settings, and the bytes that their state takes.
+
+        It is a list with a `Row` for each group, prints as a table, and is computed from shapes
+        and settings alone: before the first step, on the meta device, for all shards together.
+
+        Example:
+            >>> import torch, maxfactor
+            >>> model = torch.nn.Linear(300, 200, bias=False)
+            >>> optimizer = maxfactor.MaxFactor(model.named_parameters())
+            >>> optimizer.describe()  # doctest: +NORMALIZE_WHITESPACE
+            group  tensors  parameters  state bytes  B/param    lr  decay  direction  momentum  example
+            0            1      60,000        2,004    0.033  0.01   0.01  sign_max   none      weight (200, 300)
+            total        1      60,000        2,004    0.033
+            >>> optimizer.describe().total.bytes_per_parameter
+            0.0334
+        """
+        return Description(
+            describe_group(
+                str(group.get("kind", index)),
+                self._named_group(index),
+                self.hyper_class.from_group(group),
+                group["lr"],
+            )
+            for index, group in enumerate(self.param_groups)
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint, or refuse it and change nothing.

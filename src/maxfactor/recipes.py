@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from maxfactor.fam import FAM
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -66,7 +68,32 @@ RECIPES: dict[str, dict[str, Any]] = {
         "weight_decay": 0.01,
     },
 }
-BY_KIND: dict[str, Recipe] = {}
+
+# Version 1.0 but for what is said here; the study in benchmarks/ decides on the numbers.
+FAM_INT8 = {"momentum": FAM(), "momentum_dtype": "int8"}
+BY_KIND: dict[str, Recipe] = {
+    "lean": Recipe({**COMMON, "lr": 0.04, "weight_decay": 0.0, "direction": "factored"}),
+    "fam": Recipe({**COMMON, **FAM_INT8, "lr": 0.02, "direction": "sign_max"}),
+    "speech": Recipe(
+        {
+            **COMMON,
+            **FAM_INT8,
+            "lr": 0.02,
+            "lr_share": 0.5,
+            "weight_decay": 0.1,
+            "direction": "sign_max",
+            "scale": "initial",
+        },
+        {
+            "hidden": {
+                "lr_share": 1.0,
+                "direction": "orthogonal",
+                "momentum": 0.95,
+                "nesterov": True,
+            }
+        },
+    ),
+}
 
 
 def find_recipe(name: str) -> Recipe:
