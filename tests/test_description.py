@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import SHAPES
 from torch import Tensor, nn
 
+from cases import SHAPES
 from maxfactor import FAM, Adafactor, MaxFactor, for_model, recipe
 from maxfactor.optimizer import FactoredOptimizer
 from maxfactor.recipes import RECIPES
@@ -20,6 +20,12 @@ SETTINGS: list[dict[str, Any]] = [
     {"momentum": 0.9, "momentum_dtype": "bf16", "scale": "initial"},
     {"momentum": FAM(bands=4), "direction": "orthogonal"},
 ]
+
+TABLE = """\
+group  tensors  parameters  state bytes  B/param   lr  decay  direction  momentum  example
+0            1       1,200          284    0.237  0.5   0.01  sign_max   none      w (40, 30)
+1            1          30          244    8.133  0.5   0.01  sign_max   0.5 fp32  b (30,)
+total        2       1,230          528    0.429"""
 
 
 def parameters(device: str = "cpu") -> list[tuple[str, Tensor]]:
@@ -86,12 +92,7 @@ def test_table() -> None:
     lr = torch.tensor(0.5)
     optimizer = MaxFactor([("w", nn.Parameter(torch.ones(40, 30)))], lr=lr)
     optimizer.add_param_group({"params": [("b", nn.Parameter(torch.ones(30)))], "momentum": 0.5})
-    assert str(optimizer.describe()).splitlines() == [
-        "group  tensors  parameters  state bytes  B/param   lr  decay  direction  momentum  example",
-        "0            1       1,200          284    0.237  0.5   0.01  sign_max   none      w (40, 30)",
-        "1            1          30          244    8.133  0.5   0.01  sign_max   0.5 fp32  b (30,)",
-        "total        2       1,230          528    0.429",
-    ]
+    assert str(optimizer.describe()) == TABLE
     assert repr(optimizer.describe()) == str(optimizer.describe())
 
 

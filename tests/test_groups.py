@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import weight_norm
 
-from maxfactor import MaxFactor, for_model, recipe
+from maxfactor import FAM, MaxFactor, for_model, recipe
 from maxfactor.hyper import MaxFactorHyper
 from maxfactor.recipes import RECIPES
 
@@ -265,6 +266,68 @@ def test_published_versions(name: str) -> None:
     assert isinstance(optimizer, MaxFactor)
 
 
+def settings_by_kind(name: str, *settings: str, **overrides: Any) -> dict[str, list[Any]]:
+    groups = for_model(Decoder(), recipe=name, **overrides).param_groups
+    return {group["kind"]: [group[setting] for setting in settings] for group in groups}
+
+
+def test_lean() -> None:
+    found = settings_by_kind("lean", "direction", "momentum", "weight_decay", "lr")
+    assert found == {kind: ["factored", None, 0.0, 0.04] for kind in found}
+    assert recipe("lean")["lr"] == 0.04
+
+
+def test_fam() -> None:
+    found = settings_by_kind("fam", "direction", "momentum", "momentum_dtype", "weight_decay", "lr")
+    decayed = ["sign_max", asdict(FAM()), "int8", 0.01, 0.02]
+    assert found == {
+        "hidden": decayed,
+        "embedding": decayed,
+        "head": decayed,
+        "vector": ["sign_max", asdict(FAM()), "int8", 0.0, 0.02],
+    }
+    assert recipe("fam")["momentum"] == FAM()
+
+
+def test_speech() -> None:
+    found = settings_by_kind("speech", "direction", "momentum", "nesterov", "weight_decay", "lr")
+    others = ["sign_max", asdict(FAM()), False, 0.1, 0.01]
+    assert found == {
+        "hidden": ["orthogonal", 0.95, True, 0.1, 0.02],
+        "embedding": others,
+        "head": others,
+        "vector": ["sign_max", asdict(FAM()), False, 0.0, 0.01],
+    }
+    assert all(scale == ["initial"] for scale in settings_by_kind("speech", "scale").values())
+    with pytest.raises(ValueError, match=r"different layers; use maxfactor.for_model\(model, rec"):
+        recipe("speech")
+
+
+def test_an_lr_keeps_the_shares_of_the_kinds() -> None:
+    found = settings_by_kind("speech", "lr", lr=0.4)
+    assert found == {"hidden": [0.4], "embedding": [0.2], "head": [0.2], "vector": [0.2]}
+    tensor = torch.tensor(0.5)
+    groups = for_model(Decoder(), recipe="speech", lr=tensor).param_groups
+    assert groups[0]["lr"] is tensor
+    assert torch.equal(groups[1]["lr"], torch.tensor(0.25))
+
+
+def test_another_momentum_takes_the_look_ahead_away() -> None:
+    for momentum in (None, FAM(bands=2)):
+        found = settings_by_kind("speech", "nesterov", "direction", momentum=momentum)
+        assert found["hidden"] == [False, "orthogonal"]
+    found = settings_by_kind("speech", "nesterov", "momentum", momentum=0.8)
+    assert found["hidden"] == [True, 0.8]
+    assert found["embedding"] == [False, 0.8]
+
+
+def test_a_group_added_later_has_the_common_settings() -> None:
+    optimizer = for_model(Decoder(), recipe="speech")
+    optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(3, 2)))]})
+    assert optimizer.param_groups[-1]["momentum"] == asdict(FAM())
+    assert optimizer.param_groups[-1]["direction"] == "sign_max"
+
+
 def test_overrides() -> None:
     optimizer = for_model(Decoder(), recipe="1.0", lr=0.5, weight_decay=0.3, d=2.0, foreach=True)
     for group in optimizer.param_groups:
@@ -306,6 +369,13 @@ def test_kinds_go_through_checkpoints() -> None:
         ),
         (nn.Linear(2, 2), {"params": []}, TypeError, "no setting 'params'"),
         (nn.Linear(2, 2), {"lr": -1.0}, ValueError, "lr must be finite and not negative"),
+        (
+            nn.Linear(2, 2),
+            {"recipe": "speech", "clip_threshold": 1.0},
+            ValueError,
+            "clip_threshold=1.0 cannot be combined with momentum",
+        ),
+        (nn.Linear(2, 2), {"recipe": "speech", "nesterov": True}, ValueError, "nesterov=False"),
         (nn.Linear(2, 2), {"d": 0.0}, ValueError, "d must be finite and positive"),
         (nn.Linear(2, 2, dtype=torch.complex64), {}, TypeError, "'weight' is torch.complex64"),
     ],

@@ -234,3 +234,38 @@ def test_a_frozen_encoder() -> None:
     names = [name for group in groups_of(model, recipe="1.0").values() for name in group]
     assert names
     assert all(name.startswith("model.decoder.") for name in names)
+
+
+@pytest.mark.parametrize("recipe", ["1.0", "lean", "fam", "speech"])
+def test_training_whisper(recipe: str) -> None:
+    """Three steps: every parameter moves, state bytes as foreseen, a checkpoint goes round."""
+    torch.manual_seed(0)
+    model = whisper()
+    optimizer = for_model(model, recipe=recipe)
+    foreseen = optimizer.describe().total.state_bytes
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    features, labels = torch.randn(2, 16, 60), torch.randint(3, 60, (2, 8))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(input_features=features, labels=labels).loss.backward()
+        optimizer.step()
+    for name, param in model.named_parameters():
+        assert torch.isfinite(param).all(), name
+        assert torch.equal(param, before[name]) != param.requires_grad, name
+    states = optimizer.state.values()
+    assert foreseen == sum(v.numel() * v.element_size() for state in states for v in state.values())
+    resumed = for_model(model, recipe=recipe)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert list(resumed.describe()) == list(optimizer.describe())
+    for tensor, state in optimizer.state.items():
+        assert all(torch.equal(resumed.state[tensor][key], state[key]) for key in state)
+
+
+def test_spectrum_speaks_of_parameters_by_name() -> None:
+    model = whisper()
+    optimizer = for_model(model)
+    features, labels = torch.randn(2, 16, 60), torch.randint(3, 60, (2, 8))
+    model(input_features=features, labels=labels).loss.backward()
+    optimizer.step()
+    kinds = dict(EXPECTED)[whisper]  # FAM adapts matrices; the hidden ones have a fixed memory
+    assert sorted(optimizer.spectrum()) == sorted(kinds["conv"] + kinds["embedding"])

@@ -16,8 +16,11 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 # A module may import from the ranks before its own, never from its own or later ones.
 RANKS = [
+    {"checks", "orthogonal", "quantize"},
+    {"fam"},
     {"hyper"},
     {"guard", "rounding", "state"},
+    {"momentum"},
     {"rule", "work"},
     {"backends.choice", "backends.plain"},
     {"backends.foreach", "backends.kernels"},

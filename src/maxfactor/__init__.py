@@ -2,6 +2,7 @@
 
 from maxfactor import rule
 from maxfactor.adafactor import Adafactor
+from maxfactor.fam import FAM
 from maxfactor.groups import for_model
 from maxfactor.optimizer import MaxFactor
 from maxfactor.recipes import recipe
@@ -10,6 +11,7 @@ from maxfactor.schedule import AdaptiveSchedule
 __version__ = "0.1.0"
 
 __all__ = [
+    "FAM",
     "Adafactor",
     "AdaptiveSchedule",
     "MaxFactor",

@@ -80,7 +80,7 @@ def for_model(
         >>> model = torch.nn.Sequential(
         ...     torch.nn.Embedding(50, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 50)
         ... )
-        >>> optimizer = maxfactor.for_model(model, recipe="1.0", lr=0.02)
+        >>> optimizer = maxfactor.for_model(model, lr=0.02)
         >>> [(group["kind"], group["param_names"]) for group in optimizer.param_groups]
         ... # doctest: +NORMALIZE_WHITESPACE
         [('hidden', ['1.weight']), ('embedding', ['0.weight']), ('head', ['2.weight']),

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from maxfactor.hyper import MaxFactorHyper
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -39,6 +41,11 @@ def fused_obstacle(works: Sequence[Pending]) -> str | None:
         return "Triton is not installed; install it with `pip install triton` or set fused=False"
     first = works[0].param.device
     for work in works:
+        if needs_other_backend(work):
+            return (
+                f"parameter {work.name!r} has momentum, a direction other than 'sign_max' or "
+                "scale='initial', which the kernels do not have yet; set fused=False"
+            )
         device = work.param.device
         if device.type != "cuda" and not is_interpreted():
             return (
@@ -56,6 +63,15 @@ def fused_obstacle(works: Sequence[Pending]) -> str | None:
                     "use float32, bfloat16 or float16, or set fused=False"
                 )
     return None
+
+
+def needs_other_backend(work: Pending) -> bool:
+    """Whether the kernels cannot do what a parameter's settings ask for."""
+    hyper = work.hyper
+    if not isinstance(hyper, MaxFactorHyper):
+        return False
+    published = hyper.momentum is None and hyper.direction == "sign_max"
+    return not published or hyper.scale != "current"
 
 
 @lru_cache(maxsize=1)

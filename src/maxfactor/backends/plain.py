@@ -106,6 +106,10 @@ def matrix_shape(work: Work) -> tuple[int, int] | None:
     param, hyper = work.param, work.hyper
     if param.dtype == torch.float64 or param.numel() == 0:
         return None
+    if isinstance(hyper, MaxFactorHyper) and (
+        hyper.momentum is not None or hyper.direction != "sign_max" or hyper.keeps_initial_rms
+    ):
+        return None
     layout = factoring(tuple(param.shape), hyper.factor)
     if layout is None:
         boosted = isinstance(hyper, MaxFactorHyper) and hyper.is_boosted_scalar(param.numel())

@@ -1,0 +1,134 @@
+"""Momentum, FAM, the int8 store, the directions and the scale, against the float64 oracle.
+
+Every step starts from our own state, and the oracle takes our stored momentum where equation (13)
+reads it: a code that float32 rounds another way at .5 is no error, and must not become one later.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import oracle
+from cases import DIRECTIONS, LONG_ROWS, MOMENTA, SHAPES, STORES, Problem, problem
+from maxfactor import MaxFactor
+
+HALF_BF16 = 2.0**-8  # half the spacing of bfloat16, relative
+
+
+def array(x: Tensor) -> Any:
+    return x.detach().double().numpy().copy()
+
+
+def decoded(state: dict[str, Tensor]) -> Any:
+    """The momentum that a state stands for, in the parameter's shape."""
+    momentum = array(state["momentum"])
+    return momentum * step_of_codes(state) if "momentum_scale" in state else momentum
+
+
+def step_of_codes(state: dict[str, Tensor]) -> Any:
+    """The scale of each value of an int8 momentum."""
+    shape = tuple(state["momentum"].shape)
+    if 0 in shape:
+        return np.zeros(shape)
+    rows, _ = oracle.matrix_view(shape, "auto")
+    scales = array(state["momentum_scale"]).reshape(math.prod(shape[: len(rows)]), -1)
+    return oracle.widened(scales, math.prod(shape[len(rows) :])).reshape(shape)
+
+
+def compare_steps(case: Problem, settings: dict[str, Any], what: str) -> None:
+    """Each step of an optimizer with the oracle's step from the same start."""
+    theirs = oracle.settings_of(**settings)
+    param = torch.nn.Parameter(case.weight.clone())
+    optimizer = MaxFactor([param], **settings)
+    state = oracle.fresh_state(theirs, tuple(param.shape))
+    for t, grad in enumerate(case.grads, start=1):
+        before = array(param)
+        param.grad = grad.clone()
+        optimizer.step()
+        ours = optimizer.state[param]
+        assert torch.equal(param.grad, grad), "the gradient belongs to the user"
+        stored = decoded(ours) if "momentum" in ours else None
+        g = -array(grad) if theirs.maximize else array(grad)
+        expected = oracle.one_step(theirs, before, g, state, t, stored)
+        compare_state(ours, expected, f"{what}, step {t}")
+        compare_param(param, expected, theirs, f"{what}, step {t}")
+        state = {key: array(value) for key, value in ours.items()}
+
+
+def compare_state(ours: dict[str, Tensor], expected: oracle.Snapshot, what: str) -> None:
+    assert set(ours) == set(expected.state), what
+    for key, value in expected.state.items():
+        assert tuple(ours[key].shape) == value.shape, f"{key}, {what}"
+        if key == "momentum":
+            compare_momentum(ours, expected, what)
+        elif key == "band_sums":
+            # Products of either sign cancel in A; P is what they are small beside.
+            size = np.stack([np.maximum(np.abs(value[0]), value[1]), value[1], value[2]])
+            off = np.abs(array(ours[key]) - value)
+            np.testing.assert_array_less(off, 1e-5 * size + 1e-30, err_msg=f"{key}, {what}")
+        else:
+            # Old and new may cancel in a momentum.
+            atol = 3e-6 * value.max(initial=1e-30) if key == "momentum_scale" else 1e-37
+            np.testing.assert_allclose(
+                array(ours[key]), value, rtol=2e-6, atol=atol, err_msg=f"{key}, {what}"
+            )
+
+
+def compare_momentum(ours: dict[str, Tensor], expected: oracle.Snapshot, what: str) -> None:
+    """The stored value is the nearest that the store has to the value that was to be stored."""
+    wanted = expected.momentum
+    if wanted is None:  # an empty parameter
+        assert ours["momentum"].numel() == 0
+        return
+    noise = 3e-6 * np.abs(wanted).max(initial=1e-30)
+    off = np.abs(decoded(ours) - wanted)
+    if ours["momentum"].dtype == torch.float32:
+        allowed = noise + 0.0 * off
+    elif ours["momentum"].dtype == torch.bfloat16:
+        allowed = HALF_BF16 * np.abs(wanted) + noise
+    else:
+        assert ours["momentum"].dtype == torch.int8
+        allowed = 0.5 * step_of_codes(ours) + noise
+        codes = ours["momentum"].abs().amax()
+        assert codes == (127 if np.abs(wanted).max() > 0 else 0), what  # all eight bits in use
+    np.testing.assert_array_less(off, allowed + 1e-37, err_msg=f"momentum, {what}")
+
+
+def compare_param(
+    param: Tensor, expected: oracle.Snapshot, settings: oracle.Rule, what: str
+) -> None:
+    """Tight before the sign: a flipped sign only where |U| is within tolerance of 0."""
+    size = float(np.abs(expected.param).max(initial=1e-30))
+    # Newton-Schulz multiplies a small singular value, and its error, by 3.4445 five times.
+    noise = 2e-4 if settings.direction == "orthogonal" else 1e-5
+    off = np.abs(array(param) - expected.param)
+    allowed = np.full_like(off, 1e-6 * size + noise * expected.step_size)
+    by_sign = settings.direction == "sign_max" or (
+        settings.direction == "orthogonal" and param.dim() < 2
+    )
+    if by_sign and settings.momentum is not None:
+        allowed += 2.0 * expected.step_size * (np.abs(expected.update) < 1e-5)
+    np.testing.assert_array_less(off, allowed, err_msg=f"parameter, {what}")
+
+
+def settings_for(momentum: str, store: str, direction: str, scale: str) -> dict[str, Any]:
+    chosen = MOMENTA[momentum] | {"direction": direction, "scale": scale}
+    return chosen if momentum == "none" else chosen | {"momentum_dtype": store}
+
+
+@pytest.mark.parametrize("scale", ["current", "initial"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    ("momentum", "store"),
+    [(kind, store) for kind in MOMENTA for store in (["int8"] if kind == "none" else STORES)],
+)
+def test_oracle(momentum: str, store: str, direction: str, scale: str) -> None:
+    settings = settings_for(momentum, store, direction, scale)
+    for name, shape in (SHAPES | LONG_ROWS).items():
+        compare_steps(problem(shape), settings, f"{name} {shape}")
