@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -202,15 +199,6 @@ def test_compiled() -> None:
     assert groups_of(model) == expected
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    limit = timedelta(seconds=30)
-    store = dist.TCPStore("127.0.0.1", 0, 1, True, limit)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=limit)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_data_parallel() -> None:
     model = Decoder()
@@ -224,12 +212,13 @@ def test_data_parallel() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_fully_shard() -> None:
     model = Decoder()
-    expected = groups_of(model)
+    expected, rows = groups_of(model), for_model(model).describe()
     mesh = init_device_mesh("cpu", (1,))
     fully_shard(model.layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     assert isinstance(model.positions, DTensor)
     assert groups_of(model) == expected
+    assert for_model(model).describe() == rows
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -9,6 +9,9 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers.pytorch_utils import Conv1D
 
 from maxfactor import for_model
 
@@ -226,6 +229,19 @@ def test_a_model_without_a_head() -> None:
     groups = groups_of(llama().get_submodule("model"), recipe="1.0")
     assert "head" not in groups
     assert "layers.0.self_attn.k_proj.weight" in groups["hidden"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_transposed_linear_as_head() -> None:
+    """Sharded too, which gives it a class of another name."""
+    model = nn.Sequential(nn.Linear(4, 8), Conv1D(30, 8))
+    expected = {"hidden": ["0.weight"], "head": ["1.weight"], "vector": ["0.bias", "1.bias"]}
+    assert groups_of(model) == expected
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model[1], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert type(model[1]).__name__ == "FSDPConv1D"
+    assert groups_of(model) == expected
 
 
 def test_a_frozen_encoder() -> None:

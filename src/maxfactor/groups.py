@@ -129,7 +129,7 @@ def _group_settings(
 def _named_by_kind(model: nn.Module) -> dict[str, list[tuple[str, Tensor]]]:
     """The trainable parameters with their names, by kind; each once."""
     inner = _unwrapped(model)
-    _refuse_flat_parameters(inner)
+    _check_shapes(inner)
     kinds = _kinds(inner)
     named: dict[str, list[tuple[str, Tensor]]] = {kind: [] for kind in KINDS}
     for name, param in inner.named_parameters():
@@ -155,8 +155,8 @@ def _unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def _refuse_flat_parameters(model: nn.Module) -> None:
-    """FSDP1 hides the shapes, and lazy layers have none yet."""
+def _check_shapes(model: nn.Module) -> None:
+    """Refuse what hides its shapes (FSDP1), and what has none yet (lazy layers)."""
     for name, module in model.named_modules():
         if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__):
             raise ValueError(

@@ -69,7 +69,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Version 1.0 but for what is said here; the study in benchmarks/ decides on the numbers.
+# Recipes of our own: version 1.0 but for what is said here.
 FAM_INT8 = {"momentum": FAM(), "momentum_dtype": "int8"}
 BY_KIND: dict[str, Recipe] = {
     "lean": Recipe({**COMMON, "lr": 0.04, "weight_decay": 0.0, "direction": "factored"}),
