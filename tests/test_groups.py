@@ -357,6 +357,7 @@ def test_kinds_go_through_checkpoints() -> None:
             "no setting 'weigth_decay'; known settings: beta2_decay, .*fused, .*weight_decay",
         ),
         (nn.Linear(2, 2), {"params": []}, TypeError, "no setting 'params'"),
+        (nn.Linear(2, 2), {"recipe": "speech", "lr": "1e-3"}, TypeError, "lr must be a number"),
         (nn.Linear(2, 2), {"lr": -1.0}, ValueError, "lr must be finite and not negative"),
         (
             nn.Linear(2, 2),

@@ -16,7 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from maxfactor.hyper import Execution, MaxFactorHyper
+from maxfactor.hyper import Execution, MaxFactorHyper, check_lr
 from maxfactor.optimizer import MaxFactor
 from maxfactor.recipes import KINDS, find_recipe
 
@@ -93,14 +93,14 @@ def for_model(
         )
     chosen = find_recipe(recipe)
     _check_names(overrides)
-    named = _named_by_kind(model)
+    rate = None if lr is None else check_lr(lr)  # before a kind's share is taken of it
     return MaxFactor(
         [
-            {"params": params, "kind": kind, **_group_settings(chosen, kind, lr, overrides)}
-            for kind, params in named.items()
+            {"params": params, "kind": kind, **_group_settings(chosen, kind, rate, overrides)}
+            for kind, params in _named_by_kind(model).items()
             if params
         ],
-        **_group_settings(chosen, None, lr, overrides),
+        **_group_settings(chosen, None, rate, overrides),
     )
 
 
