@@ -97,13 +97,14 @@ def band_betas(sums: Tensor, t: float | Tensor, fam: FAM) -> Tensor:
     return torch.full_like(adapted, fam.start) if t <= fam.warmup else adapted
 
 
-def next_sums(sums: Tensor, beta: Tensor, products: Tensor, squares: Tensor, fam: FAM) -> Tensor:
+def next_sums(sums: Tensor, beta: Tensor, means: Tensor, fam: FAM) -> Tensor:
     """A and P of (11) and c of (12) after a step, (..., 3, bands).
 
-    `products` and `squares` are the means of x M and of x^2 over each band, (..., bands).
+    `means` are those of x M and of x^2 over each band, (..., 2, bands).
     """
     before = sums[..., CORRECTION, :]
-    newest = torch.stack((products / before.clamp(min=FLOAT32_TINY), squares), dim=-2)
+    guessed = means[..., AGREEMENT, :] / before.clamp(min=FLOAT32_TINY)
+    newest = torch.stack((guessed, means[..., POWER, :]), dim=-2)
     averages = fam.theta * sums[..., :CORRECTION, :] + (1 - fam.theta) * newest
     correction = beta * before + (1 - beta)
     return torch.cat((averages, correction.unsqueeze(-2)), dim=-2)
@@ -184,12 +185,14 @@ def band_members(n: int, bands: int, device: torch.device) -> Tensor:
     return (index.unsqueeze(1) == torch.arange(bands, device=device)).to(torch.float32)
 
 
-def band_totals(x: Tensor, y: Tensor, bands: int) -> Tensor:
-    """Sums of x y over each band of (..., m, n) tensors, (..., bands)."""
-    product = x * y
+def band_totals(x: Tensor, momentum: Tensor, bands: int) -> Tensor:
+    """Sums of x M and of x^2 over each band of (..., m, n) tensors, (..., 2, bands)."""
+    products = (x * momentum, x * x)
     if bands == 1:
-        return product.sum(dim=-1).sum(dim=-1, keepdim=True)
-    return product.sum(dim=-2) @ band_members(x.shape[-1], bands, x.device)
+        totals = [product.sum(dim=-1).sum(dim=-1, keepdim=True) for product in products]
+        return torch.stack(totals, dim=-2)
+    columns = torch.stack([product.sum(dim=-2) for product in products], dim=-2)
+    return columns @ band_members(x.shape[-1], bands, x.device)
 
 
 def band_counts(m: int, n: int, bands: int, device: torch.device) -> Tensor:

@@ -62,13 +62,11 @@ class Memory:
         """The output as the update sees it."""
         return y if self.bands == 1 else from_bands(y)
 
-    def next_sums(
-        self, sums: Tensor, products: Tensor, squares: Tensor, shape: tuple[int, int], fam: FAM
-    ) -> Tensor:
-        """The state's `band_sums` after this step, from the totals of x M and x^2 over m x n."""
+    def next_sums(self, sums: Tensor, totals: Tensor, shape: tuple[int, int], fam: FAM) -> Tensor:
+        """The state's `band_sums` after this step, from `band_totals` over the m x n of `shape`."""
         assert self.band_beta is not None
-        counts = band_counts(*shape, self.bands, sums.device)
-        return next_sums(sums, self.band_beta, products / counts, squares / counts, fam)
+        means = totals / band_counts(*shape, self.bands, sums.device)
+        return next_sums(sums, self.band_beta, means, fam)
 
 
 def memory_of(hyper: MaxFactorHyper, t: Scalar, n: int, sums: Tensor | None = None) -> Memory:

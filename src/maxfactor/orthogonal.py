@@ -41,13 +41,20 @@ def newton_schulz(y: Tensor) -> Tensor:
         x = x.mT
     for _ in range(STEPS):
         square = x @ x.mT  # A = X X'
-        x = a * x + (b * square + c * (square @ square)) @ x
+        x = plus(x, plus(square, square, square, b, c), x, a, 1.0)
     return x.mT if is_tall else x
+
+
+def plus(x: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
+    """Return beta * x + alpha * left @ right in one call."""
+    if x.dim() == 2:
+        return torch.addmm(x, left, right, beta=beta, alpha=alpha)
+    return torch.baddbmm(x, left, right, beta=beta, alpha=alpha)
 
 
 def unit_norm(y: Tensor) -> Tensor:
     """Divide by the Frobenius norm, by way of the largest entry: its square must not underflow."""
-    largest: Tensor = vector_norm(y, math.inf, dim=(-2, -1), keepdim=True)
+    largest = y.abs().amax(dim=(-2, -1), keepdim=True)  # vector_norm is slow for it on a CPU
     x = y / largest.clamp(min=FLOAT32_TINY)
     norm: Tensor = vector_norm(x, dim=(-2, -1), keepdim=True)
     return x / norm.clamp(min=1.0)

@@ -7,12 +7,10 @@ Nothing is random: the error of one step is part of the next step's average and 
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm
 
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
 BLOCK = 64
@@ -38,32 +36,41 @@ def quantized(values: Tensor) -> Quantized:
         >>> quantized(torch.tensor([[0.0, 0.5, -1.27]])).codes
         tensor([[   0,   50, -127]], dtype=torch.int8)
     """
-    scales = torch.cat([largest(part) for part in parts(values)], dim=-1) / LARGEST_CODE
-    # Where a scale is 0, or too small to divide by, the codes are 0 or small.
-    steps = spread(scales.clamp(min=FLOAT32_TINY), values.shape[-1])
-    return Quantized((values / steps).round_().to(torch.int8), scales)
+    return quantize_(values.clone())
+
+
+def quantize_(values: Tensor) -> Quantized:
+    """The same, and the values become what their codes stand for."""
+    found = []
+    for part in parts(values):
+        largest = part.abs().amax(dim=-1, keepdim=True)  # vector_norm is slow for maxima on a CPU
+        found.append(largest / LARGEST_CODE)
+        # Where a scale is 0, or too small to divide by, the codes are 0 or small.
+        part.div_(found[-1].clamp(min=FLOAT32_TINY)).round_()
+    codes = values.to(torch.int8)
+    for part, scales in zip(parts(values), found, strict=True):
+        part.mul_(scales)
+    return Quantized(codes, torch.cat(found, dim=-2).squeeze(-1))
 
 
 def dequantized(codes: Tensor, scales: Tensor) -> Tensor:
     """The values that the codes stand for, float32."""
-    return spread(scales, codes.shape[-1]) * codes
+    values = codes.to(torch.float32)
+    for part, own in zip(parts(values), parts_of_scales(scales, codes.shape[-1]), strict=True):
+        part.mul_(own)
+    return values
 
 
 def parts(values: Tensor) -> list[Tensor]:
-    """The whole blocks and the short one, as views (..., blocks, length)."""
+    """The whole blocks and the short one of each row, as views (..., blocks, length)."""
     n = values.shape[-1]
     whole = n - n % BLOCK
     found = [values[..., :whole].unflatten(-1, (-1, BLOCK))] if whole else []
-    return found + ([values[..., whole:].unsqueeze(-2)] if n > whole or n == 0 else [])
+    return found + ([values[..., whole:].unsqueeze(-2)] if n > whole else [])
 
 
-def largest(part: Tensor) -> Tensor:
-    """The largest magnitude of each block."""
-    norm: Tensor = vector_norm(part, math.inf, dim=-1)  # no temporary of the part's size
-    return norm
-
-
-def spread(scales: Tensor, n: int) -> Tensor:
-    """Each value's own scale, (..., n)."""
-    wide = scales.unsqueeze(-1).expand(*scales.shape, BLOCK).flatten(-2)
-    return wide[..., :n]
+def parts_of_scales(scales: Tensor, n: int) -> list[Tensor]:
+    """The scales (..., blocks) of the parts of rows of n values, as views (..., blocks, 1)."""
+    whole = n // BLOCK
+    found = [scales[..., :whole], scales[..., whole:]]
+    return [part.unsqueeze(-1) for part in found if part.shape[-1]]

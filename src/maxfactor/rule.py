@@ -247,10 +247,9 @@ def filtered(
     memories = kept(memory.absorbed(before, x), store)  # (12)
     y = memory.leave(memory.seen(recalled(memories, tuple(x.shape)), x))  # (13)
     if sums is not None:
-        products, squares = (band_totals(x, other, memory.bands) for other in (before, x))
         assert hyper.fam is not None
-        size = (x.shape[-2], x.shape[-1])
-        memories["band_sums"] = memory.next_sums(sums, products, squares, size, hyper.fam)  # (11)
+        totals, shape = band_totals(x, before, memory.bands), (x.shape[-2], x.shape[-1])
+        memories["band_sums"] = memory.next_sums(sums, totals, shape, hyper.fam)  # (11)
     return y, memories
 
 
