@@ -27,8 +27,9 @@ RANKS = [
     {"backends.filtered"},
     {"backends.foreach", "backends.plain"},
     {"backends.fused"},
-    {"optimizer", "recipes", "schedule"},
-    {"adafactor"},
+    {"description", "recipes", "schedule"},
+    {"optimizer"},
+    {"adafactor", "groups"},
 ]
 
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from maxfactor.backends import foreach, plain
 from maxfactor.backends.choice import choose
+from maxfactor.description import Description, describe_group
 from maxfactor.fam import FAM, Spectrum, as_setting, spectrum
 from maxfactor.guard import Guard
 from maxfactor.hyper import Execution, Hyper, MaxFactorHyper
@@ -155,6 +156,32 @@ class FactoredOptimizer(Optimizer):
             for group in self.param_groups
         ]
         return [sum(group) / len(group) if group else 0.0 for group in groups]
+
+    def describe(self) -> Description:
+        """The parameter groups: tensors, settings, and the bytes that their state takes.
+
+        It is a list with a `Row` for each group, prints as a table, and is computed from shapes
+        and settings alone: before the first step, on the meta device, for all shards together.
+
+        Example:
+            >>> import torch, maxfactor
+            >>> model = torch.nn.Linear(300, 200)
+            >>> optimizer = maxfactor.MaxFactor(model.named_parameters())
+            >>> table = optimizer.describe()
+            >>> table[0].examples
+            ('weight (200, 300)', 'bias (200,)')
+            >>> table.total.state_bytes
+            2808
+        """
+        return Description(
+            describe_group(
+                str(group.get("kind", index)),
+                self._named_group(index),
+                self.hyper_class.from_group(group),
+                group["lr"],
+            )
+            for index, group in enumerate(self.param_groups)
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint, or refuse it and change nothing.
