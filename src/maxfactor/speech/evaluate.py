@@ -37,12 +37,13 @@ class Evaluation:
 
     @staticmethod
     def of(references: Sequence[str], hypotheses: Sequence[str], examples: int = 5) -> Evaluation:
-        """Compare texts; the first few are kept as examples."""
+        """Compare texts; a few of them from here and there are kept as examples."""
         pairs = [Example(*pair) for pair in zip(references, hypotheses, strict=True)]
+        apart = max(1, len(pairs) // max(1, examples))
         return Evaluation(
             wer=float(jiwer.wer(list(references), list(hypotheses))),
             cer=float(jiwer.cer(list(references), list(hypotheses))),
-            examples=pairs[:examples],
+            examples=pairs[::apart][:examples],
         )
 
 
