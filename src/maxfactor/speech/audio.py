@@ -50,6 +50,16 @@ def samples_in(path: Path) -> int:
     return resampled_length(int(info.frames), int(info.samplerate), SAMPLE_RATE)
 
 
+def write(path: Path, samples: Samples) -> None:
+    """Write 16 kHz samples as a WAV file."""
+    import soundfile
+
+    try:
+        soundfile.write(str(path), samples, SAMPLE_RATE)
+    except (OSError, soundfile.SoundFileError) as error:
+        raise InputError(f"{path}: cannot be written, {error}") from error
+
+
 def resampled_length(count: int, rate: int, new_rate: int) -> int:
     """The number of samples after a change of rate, rounded up."""
     return -(-count * new_rate // rate)

@@ -21,6 +21,7 @@ Split = Literal["train", "validation"]
 TASKS = ("digits", "sentences")
 VALIDATION_SHARE = 0.05
 DIGITS_AT_A_TIME = (3, 7)
+MOST_WORDS = 8
 
 DIGITS = {
     "en": "zero one two three four five six seven eight nine",
@@ -66,7 +67,7 @@ def draw(
     random = Random(f"{task}/{language}/{split}/{seed}/{number}")
     while True:
         text = _digits(random, language) if task == "digits" else GRAMMARS[language].draw(random)
-        if split_of(text) == split:
+        if split_of(text) == split and len(text.split()) <= MOST_WORDS:
             return text
 
 
@@ -179,6 +180,7 @@ _PREPOSITIONS = "behind under near above below beside inside with without".split
 
 ENGLISH = Grammar(
     templates=(
+        "{group} {verb} {nouns}",
         "the {noun} is {adjective}",
         "{person} {verb_ed} the {noun}",
         "please {verb} the {noun} {when}",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from maxfactor.speech.audio import SAMPLE_RATE
-from maxfactor.speech.features import HOP, log_mel
+from maxfactor.speech.features import GRAIN, log_mel
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from maxfactor.speech.model import Codec
     from maxfactor.speech.shards import Spoken
 
-GRAIN = 2 * HOP  # samples: the encoder takes frames by twos
 POOL = 50  # batches that are sorted by length together
 AHEAD = 4  # batches read before they are asked for
 

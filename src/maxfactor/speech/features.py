@@ -11,7 +11,7 @@ from maxfactor.speech.audio import FULL_SCALE, SAMPLE_RATE
 
 WINDOW = 400  # samples, 25 ms
 HOP = 160  # samples, 10 ms
-FRAMES_PER_SECOND = SAMPLE_RATE // HOP
+GRAIN = 2 * HOP  # samples: the encoder takes frames by twos
 FLOOR = 1e-10  # of the power, before the logarithm
 RANGE = 8.0  # powers of ten below the loudest that are kept
 

@@ -27,7 +27,7 @@ from maxfactor.speech.data import (
 )
 from maxfactor.speech.evaluate import Evaluation, evaluate
 from maxfactor.speech.features import log_mel, spec_augment
-from maxfactor.speech.model import IGNORED, SIZES, Codec, loss_of, whisper
+from maxfactor.speech.model import IGNORED, POSITIONS_PER_SECOND, SIZES, Codec, loss_of, whisper
 from maxfactor.speech.optimizers import default_clip, default_lr, make_optimizer
 from maxfactor.speech.progress import Pace, Reporter, Silent
 from maxfactor.speech.shards import write_whole
@@ -134,6 +134,7 @@ class Result:
     evaluation: Evaluation | None  # None when it was stopped
     seconds: float  # of training, evaluations left out
     checkpoint: Path
+    validation: Utterances
 
 
 # ----------------------------------------------------------------------- what is needed
@@ -213,7 +214,7 @@ def _check_fit(data: Utterances, model: WhisperForConditionalGeneration, codec: 
         missing = sorted({piece for text in texts for piece in codec.missing(text)})
         if missing:
             raise InputError(f"the model has no token for {', '.join(map(repr, missing[:5]))}")
-    seconds = model.config.max_source_positions // 50
+    seconds = model.config.max_source_positions // POSITIONS_PER_SECOND
     if seconds_needed(data) > seconds:
         raise InputError(f"audio of {seconds_needed(data)} s, the model takes {seconds} at most")
 
@@ -384,7 +385,7 @@ def train(
         workers: Processes that synthesise.
     """
     reporter = reporter or Silent()
-    last = _check_folder(out, settings, resume)
+    last = check_folder(out, settings, resume)
     prepared = prepared or prepare(settings, cache, workers, reporter)
     if last is not None:
         prepared = prepared._replace(model=checkpoint.load_model(last)[0])
@@ -432,7 +433,13 @@ def _run(trainer: Trainer, out: Path, metrics: Metrics, reporter: Reporter) -> R
         folder = _save(trainer, out)
     if finished and evaluation is None:  # resumed after its end
         evaluation = trainer.evaluate()
-    return Result(trainer.step, evaluation if finished else None, trainer.seconds, folder)
+    return Result(
+        step=trainer.step,
+        evaluation=evaluation if finished else None,
+        seconds=trainer.seconds,
+        checkpoint=folder,
+        validation=trainer.prepared.validation,
+    )
 
 
 def _some_steps(
@@ -544,7 +551,7 @@ def _step_of(line: str) -> int:
         return 2**62  # cut off by a crash: taken out
 
 
-def _check_folder(out: Path, settings: Settings, resume: bool) -> Path | None:
+def check_folder(out: Path, settings: Settings, resume: bool) -> Path | None:
     """The checkpoint to go on from, if asked to; refuse to mix two trainings in a folder."""
     found = checkpoint.checkpoints(out)
     if not resume:
