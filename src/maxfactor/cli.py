@@ -1,0 +1,223 @@
+"""The command `maxfactor`: train a speech recogniser, and write down what is said in a file."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path  # typer reads the annotations
+from typing import TYPE_CHECKING, Annotated, Any
+
+try:
+    import typer
+except ImportError:
+    sys.exit("maxfactor's commands need more packages: pip install 'maxfactor[speech]'")
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from maxfactor.speech.evaluate import Evaluation
+    from maxfactor.speech.train import Result, Settings
+
+WRONG_INPUT = 2
+INTERRUPTED = 130  # as shells have it for Ctrl-C
+
+app = typer.Typer(
+    help="Train Whisper-like speech recognisers with MaxFactor.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # brackets are brackets
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _maxfactor() -> None:
+    """Train Whisper-like speech recognisers with MaxFactor.
+
+    Start with: maxfactor train
+    """
+
+
+@app.command()
+def train(
+    task: Annotated[str | None, typer.Option(help="digits (default) or sentences")] = None,
+    language: Annotated[str | None, typer.Option(help="en (default), de or es")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="LibriSpeech-like folder, or .tsv/.jsonl of path and text"),
+    ] = None,
+    validation: Annotated[
+        str | None, typer.Option(help="the same, for validation [1 in 20 of --data]")
+    ] = None,
+    utterances: Annotated[int | None, typer.Option(help="how many to synthesise")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="nano (default), tiny, base, or a model's folder")
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            "--optimizer", "--recipe", help="a recipe of ours, or adamw, adafactor, muon, lion"
+        ),
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="highest rate [the optimizer's own]")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="[the optimizer's own]")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="cosine (default), linear or constant")
+    ] = None,
+    warmup: Annotated[float | None, typer.Option(help="share of the steps [0.1]")] = None,
+    clip: Annotated[
+        float | None, typer.Option(help="gradient norm, 0 for none [1 for peers]")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="[300]")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="[16]")] = None,
+    grad_accum: Annotated[int | None, typer.Option(help="batches to a step [1]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32 (default), bf16 or fp16")] = None,
+    device: Annotated[str | None, typer.Option(help="auto (default), cpu, cuda, …")] = None,
+    seed: Annotated[int | None, typer.Option(help="[0]")] = None,
+    spec_augment: Annotated[
+        bool | None, typer.Option("--spec-augment", help="blank out stretches of the audio")
+    ] = None,
+    evaluate_every: Annotated[int | None, typer.Option(help="steps [100]")] = None,
+    keep: Annotated[int | None, typer.Option(help="checkpoints [2]")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder [runs/TASK-OPTIMIZER]")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with --out")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write for it")] = False,
+    workers: Annotated[int | None, typer.Option(help="processes that synthesise")] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="of synthesised speech [~/.cache/maxfactor/speech]")
+    ] = None,
+) -> None:
+    """Train a Whisper on synthesised speech, or on your own.
+
+    Example: maxfactor train --task sentences --model tiny --steps 2000 --dtype bf16
+    """
+    given: dict[str, Any] = {
+        "task": task,
+        "language": language,
+        "data": data,
+        "validation": validation,
+        "utterances": utterances,
+        "model": model,
+        "optimizer": optimizer,
+        "lr": lr,
+        "weight_decay": weight_decay,
+        "schedule": schedule,
+        "warmup": warmup,
+        "clip": clip,
+        "steps": steps,
+        "batch_size": batch_size,
+        "grad_accum": grad_accum,
+        "dtype": dtype,
+        "device": device,
+        "seed": seed,
+        "spec_augment": spec_augment,
+        "evaluate_every": evaluate_every,
+        "keep": keep,
+    }
+    with _one_line_errors():
+        given = {name: value for name, value in given.items() if value is not None}
+        settings = _settings(given, out, resume)
+        folder = out or _default_out(settings)
+        _train(settings, folder, resume, tensorboard, workers, cache)
+
+
+@app.command()
+def transcribe(
+    model: Annotated[Path, typer.Argument(help="folder of a training, a checkpoint or a model")],
+    audio: Annotated[list[Path], typer.Argument(help="WAV, FLAC or OGG files")],
+    device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
+) -> None:
+    """Print what is said in audio files.
+
+    Example: maxfactor transcribe runs/digits-1.0 recording.wav
+    """
+    with _one_line_errors():
+        from maxfactor.speech.transcription import transcribe_files
+
+        for path, text in transcribe_files(model, audio, device):
+            typer.echo(text if len(audio) == 1 else f"{path}\t{text}")
+
+
+def main() -> None:
+    """Run the command."""
+    app()
+
+
+def _settings(given: dict[str, Any], out: Path | None, resume: bool) -> Settings:
+    """What was given, and where it was not the defaults, or what the training began with."""
+    from maxfactor.speech.audio import InputError
+    from maxfactor.speech.train import Settings, read_settings
+
+    if resume and out is None:
+        raise InputError("--resume needs --out, the folder of the training to go on with")
+    before = read_settings(out) if resume and out is not None else None
+    try:
+        return Settings(**given) if before is None else replace(before, **given)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def _default_out(settings: Settings) -> Path:
+    what = settings.task if settings.data is None else Path(settings.data).stem
+    return Path("runs") / f"{what}-{settings.optimizer}"
+
+
+def _train(
+    settings: Settings,
+    out: Path,
+    resume: bool,
+    tensorboard: bool,
+    workers: int | None,
+    cache: Path | None,
+) -> None:
+    from rich.console import Console
+
+    from maxfactor.speech import train as training
+    from maxfactor.speech.progress import reporter as make_reporter
+
+    reporter = make_reporter(Console())
+    try:
+        result = training.train(
+            settings, out, resume, reporter, tensorboard=tensorboard, cache=cache, workers=workers
+        )
+    finally:
+        reporter.close()
+    if result.evaluation is None:
+        typer.echo(f"stopped and saved at step {result.step}; to go on:")
+        typer.echo(f"  maxfactor train --resume --out {out}")
+        raise typer.Exit(INTERRUPTED)
+    _summary(settings, out, result, result.evaluation)
+
+
+def _summary(settings: Settings, out: Path, result: Result, evaluation: Evaluation) -> None:
+    """The last lines: how good it is, where it is, and how to use it."""
+    from maxfactor.speech.audio import write
+    from maxfactor.speech.train import METRICS
+
+    example = out / "example.wav"
+    write(example, result.validation[0].samples)
+    typer.echo(
+        f"{settings.optimizer}: WER {evaluation.wer:.1%}, CER {evaluation.cer:.1%} "
+        f"after {result.step} steps, {result.seconds:.0f} s of training"
+    )
+    typer.echo(f"model:   {result.checkpoint}")
+    typer.echo(f"metrics: {out / METRICS}")
+    typer.echo("try it:")
+    typer.echo(f"  maxfactor transcribe {out} {example}")
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """A wrong input is told in one line, with exit status 2."""
+    from maxfactor.speech.audio import InputError
+
+    try:
+        yield
+    except InputError as error:
+        typer.echo(f"maxfactor: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(WRONG_INPUT) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Whisper's log-mel spectrogram of a whole batch at once, on any device, and SpecAugment."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Generator, Tensor
+
+from maxfactor.speech.audio import FULL_SCALE, SAMPLE_RATE
+
+WINDOW = 400  # samples, 25 ms
+HOP = 160  # samples, 10 ms
+GRAIN = 2 * HOP  # samples: the encoder takes frames by twos
+FLOOR = 1e-10  # of the power, before the logarithm
+RANGE = 8.0  # powers of ten below the loudest that are kept
+
+
+def log_mel(samples: Tensor, mels: int = 80) -> Tensor:
+    """Return what Whisper's own feature extractor returns, for a batch and as long as the audio.
+
+    Args:
+        samples: (batch, samples), 16-bit integers or floats between -1 and 1, short ones filled
+            up with zeros; a multiple of 160 samples.
+        mels: Bands.
+
+    Returns:
+        (batch, mels, samples / 160), float32, on the device of the samples.
+
+    Example:
+        >>> log_mel(torch.zeros(2, 16_000, dtype=torch.int16)).shape
+        torch.Size([2, 80, 100])
+    """
+    waves = samples / FULL_SCALE if samples.dtype == torch.int16 else samples.float()
+    window = torch.hann_window(WINDOW, device=waves.device)
+    spectrum = torch.stft(waves, WINDOW, HOP, window=window, return_complex=True)
+    power = spectrum[..., :-1].abs() ** 2  # the last frame is centred on the end of the audio
+    energy = mel_filters(mels).to(waves.device) @ power
+    log = energy.clamp(min=FLOOR).log10()
+    log = torch.maximum(log, log.amax(dim=(1, 2), keepdim=True) - RANGE)
+    return (log + 4.0) / 4.0
+
+
+@lru_cache
+def mel_filters(mels: int = 80) -> Tensor:
+    """(mels, frequencies): triangles of equal area on Slaney's mel scale, up to 8 kHz."""
+    frequencies = torch.linspace(0.0, SAMPLE_RATE / 2, WINDOW // 2 + 1, dtype=torch.float64)
+    top = _hertz_to_mel(torch.tensor(SAMPLE_RATE / 2, dtype=torch.float64))
+    corners = _mel_to_hertz(torch.linspace(0.0, float(top), mels + 2, dtype=torch.float64))
+    widths = corners.diff()  # (mels + 1,)
+    slopes = corners[:, None] - frequencies  # (mels + 2, frequencies)
+    rising, falling = -slopes[:-2] / widths[:-1, None], slopes[2:] / widths[1:, None]
+    triangles = torch.minimum(rising, falling).clamp(min=0.0)
+    return (triangles * (2.0 / (corners[2:] - corners[:-2]))[:, None]).float()
+
+
+def spec_augment(
+    features: Tensor,
+    generator: Generator,
+    masks: int = 2,
+    time_share: float = 0.1,
+    mel_share: float = 0.2,
+) -> Tensor:
+    """Blank out random stretches of time and of frequency, others for each utterance.
+
+    Args:
+        features: (batch, mels, frames).
+        generator: On the features' device; it alone decides what is blanked out.
+        masks: Stretches along each axis.
+        time_share: Most frames that one stretch takes, as a share of all.
+        mel_share: Most bands that one stretch takes, as a share of all.
+    """
+    batch, mels, frames = features.shape
+    hidden = _stretches(batch, frames, masks, time_share, generator)[:, None, :]
+    hidden = hidden | _stretches(batch, mels, masks, mel_share, generator)[:, :, None]
+    return features.masked_fill(hidden, 0.0)
+
+
+def _stretches(batch: int, length: int, masks: int, share: float, generator: Generator) -> Tensor:
+    """(batch, length): True inside `masks` random stretches of at most `share` of the length."""
+    device = generator.device
+    draws = torch.rand(2, batch, masks, 1, generator=generator, device=device)
+    widths = (draws[0] * (share * length + 1)).floor()
+    starts = (draws[1] * (length - widths + 1)).floor()
+    places = torch.arange(length, device=device)
+    return ((places >= starts) & (places < starts + widths)).any(dim=1)
+
+
+# Slaney's scale: 200/3 Hz a mel up to 1 kHz, then logarithmic, 27 mel for a factor of 6.4.
+_KNEE_HERTZ, _KNEE_MEL = 1000.0, 15.0
+_LOG_STEP = torch.log(torch.tensor(6.4, dtype=torch.float64)) / 27.0
+
+
+def _hertz_to_mel(hertz: Tensor) -> Tensor:
+    above = _KNEE_MEL + (hertz.clamp(min=_KNEE_HERTZ) / _KNEE_HERTZ).log() / _LOG_STEP
+    return torch.where(hertz < _KNEE_HERTZ, hertz * _KNEE_MEL / _KNEE_HERTZ, above)
+
+
+def _mel_to_hertz(mel: Tensor) -> Tensor:
+    above = _KNEE_HERTZ * (_LOG_STEP * (mel - _KNEE_MEL)).exp()
+    return torch.where(mel < _KNEE_MEL, mel * _KNEE_HERTZ / _KNEE_MEL, above)

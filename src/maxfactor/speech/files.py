@@ -1,0 +1,174 @@
+"""A user's own recordings: a folder in LibriSpeech's layout, or a list of files and texts.
+
+Everything that can be seen without decoding the audio is checked before a training starts.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from maxfactor.speech.audio import SAMPLE_RATE, InputError, read, samples_in, to_samples
+from maxfactor.speech.corpus import VALIDATION_SHARE
+from maxfactor.speech.shards import Spoken
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from maxfactor.speech.model import Codec
+
+AUDIO_SUFFIXES = (".flac", ".wav", ".ogg")
+LONGEST = 30  # seconds, the most that Whisper listens to at once
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A file and what is said in it."""
+
+    path: Path
+    text: str
+
+
+class Files:
+    """Utterances in audio files, by number; headers are read now, the audio when asked for.
+
+    Args:
+        recordings: Files and texts.
+    """
+
+    def __init__(self, recordings: Sequence[Recording]) -> None:
+        self.recordings = list(recordings)
+        self.lengths = np.array([_checked_length(one) for one in self.recordings], np.int32)
+
+    def __len__(self) -> int:
+        return len(self.recordings)
+
+    def __getitem__(self, number: int) -> Spoken:
+        recording = self.recordings[number]
+        return Spoken(to_samples(read(recording.path)), recording.text)
+
+    def text(self, number: int) -> str:
+        """What is said, without reading the audio."""
+        return self.recordings[number].text
+
+
+def find_recordings(path: Path) -> list[Recording]:
+    """List the recordings of a folder in LibriSpeech's layout, or of a TSV or JSONL file."""
+    if path.is_dir():
+        recordings = list(_librispeech(path))
+        if not recordings:
+            raise InputError(
+                f"{path}: no *.trans.txt below this folder, which is how LibriSpeech names its "
+                "texts; give a TSV or JSONL file of path and text instead"
+            )
+    elif not path.exists():
+        raise InputError(f"{path}: no such file or folder")
+    elif path.suffix == ".jsonl":
+        recordings = list(_jsonl(path))
+    elif path.suffix == ".tsv":
+        recordings = list(_tsv(path))
+    else:
+        raise InputError(f"{path}: must be a folder, or a .tsv or .jsonl file of path and text")
+    if not recordings:
+        raise InputError(f"{path}: lists no recordings")
+    return recordings
+
+
+def held_out(recordings: Iterable[Recording]) -> tuple[list[Recording], list[Recording]]:
+    """Split into training and validation, one in twenty, by the text: it never is in both."""
+    train: list[Recording] = []
+    validation: list[Recording] = []
+    for recording in recordings:
+        digest = hashlib.blake2b(recording.text.encode(), digest_size=8).digest()
+        kept_back = int.from_bytes(digest, "big") < VALIDATION_SHARE * 2**64
+        (validation if kept_back else train).append(recording)
+    if not (train and validation):
+        raise InputError(
+            f"only {len(train) + len(validation)} recordings, too few to keep some back for "
+            "validation; name others with --validation"
+        )
+    return train, validation
+
+
+def check_texts(recordings: Iterable[Recording], codec: Codec, max_tokens: int) -> None:
+    """Refuse a text that the model's tokens cannot spell, or that is longer than it can write."""
+    for recording in recordings:
+        missing = codec.missing(recording.text)
+        if missing:
+            raise InputError(
+                f"{recording.path}: its text has {', '.join(map(repr, missing[:5]))}, "
+                "which the model has no token for"
+            )
+        tokens = len(codec.encode(recording.text))
+        if tokens > max_tokens:
+            raise InputError(
+                f"{recording.path}: its text has {tokens} tokens, the model takes {max_tokens}"
+            )
+
+
+def _librispeech(folder: Path) -> Iterator[Recording]:
+    """`1089-134686.trans.txt` holds lines of name and text; the audio lies beside it."""
+    for transcript in sorted(folder.rglob("*.trans.txt")):
+        for number, line in enumerate(_lines(transcript), 1):
+            name, _, text = line.partition(" ")
+            candidates = [transcript.parent / f"{name}{suffix}" for suffix in AUDIO_SUFFIXES]
+            path = next((path for path in candidates if path.exists()), candidates[0])
+            # Capitals throughout tell nothing, and a model would have to learn both.
+            yield _recording(path, text.lower(), f"{transcript}:{number}")
+
+
+def _jsonl(path: Path) -> Iterator[Recording]:
+    for number, line in enumerate(_lines(path), 1):
+        where = f"{path}:{number}"
+        try:
+            entry = json.loads(line)
+            audio, text = entry["path"], entry["text"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(f'{where}: must be {{"path": …, "text": …}}, got {line!r}') from error
+        yield _recording(_beside(path, audio), text, where)
+
+
+def _tsv(path: Path) -> Iterator[Recording]:
+    for number, row in enumerate(csv.reader(_lines(path), delimiter="\t"), 1):
+        where = f"{path}:{number}"
+        if number == 1 and row[:2] == ["path", "text"]:
+            continue
+        if len(row) < 2:
+            raise InputError(f"{where}: must be a path, a tab and a text, got {row!r}")
+        yield _recording(_beside(path, row[0]), row[1], where)
+
+
+def _recording(path: Path, text: object, where: str) -> Recording:
+    if not isinstance(text, str) or not text.split():
+        raise InputError(f"{where}: the transcript of {path} is empty")
+    return Recording(path, " ".join(text.split()))
+
+
+def _beside(listing: Path, audio: object) -> Path:
+    """Paths in a list are relative to it."""
+    return listing.parent / Path(str(audio)).expanduser()
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as text, {error}") from error
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _checked_length(recording: Recording) -> int:
+    samples = samples_in(recording.path)
+    if samples == 0:
+        raise InputError(f"{recording.path}: holds no audio")
+    if samples > LONGEST * SAMPLE_RATE:
+        raise InputError(
+            f"{recording.path}: {samples / SAMPLE_RATE:.1f} s long, Whisper takes {LONGEST} at most"
+        )
+    return samples

@@ -1,0 +1,116 @@
+"""Optimizers by name: ours by recipe, and those that people come from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+import maxfactor
+from maxfactor.recipes import RECIPES
+from maxfactor.speech.audio import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+# Rates for models of these sizes that start from random weights.
+PEERS = {"adamw": 2e-3, "adafactor": 4e-2, "muon": 2e-2, "lion": 3e-4}
+REST_OF_MUON = 0.1  # AdamW's rate for what Muon leaves out, as a share of Muon's
+CLIP = 1.0  # the norm that peers' gradients are clipped to; ours bound the step themselves
+
+
+def names() -> list[str]:
+    """Every name that `make_optimizer` takes."""
+    return [*RECIPES, *PEERS]
+
+
+def default_lr(name: str) -> float:
+    """A rate to begin with."""
+    _check(name)
+    return PEERS[name] if name in PEERS else float(maxfactor.recipe(name)["lr"])
+
+
+def default_clip(name: str) -> float | None:
+    """The norm that gradients are clipped to, None for not at all."""
+    return CLIP if name in PEERS else None
+
+
+def make_optimizer(
+    model: nn.Module, name: str, lr: float | None = None, weight_decay: float | None = None
+) -> list[Optimizer]:
+    """Make the optimizer of a name, which are two where one leaves parameters to another.
+
+    Args:
+        model: Whose parameters are trained, those that want a gradient.
+        name: One of `names()`.
+        lr: The highest rate; None takes `default_lr`.
+        weight_decay: Of matrices; None takes 0.01, Muon 0.1.
+
+    Example:
+        >>> [optimizer] = make_optimizer(nn.Linear(3, 2), "adamw")
+        >>> [len(group["params"]) for group in optimizer.param_groups]
+        [1, 1]
+    """
+    lr = default_lr(name) if lr is None else lr
+    _check(name)
+    params = [param for param in model.parameters() if param.requires_grad]
+    decay = 0.01 if weight_decay is None else weight_decay
+    if name in RECIPES:
+        settings = maxfactor.recipe(name) | {"lr": lr}
+        if weight_decay is not None:
+            settings["weight_decay"] = weight_decay
+        return [maxfactor.MaxFactor(params, **settings)]
+    if name == "adamw":
+        return [torch.optim.AdamW(_by_decay(params, decay), lr, betas=(0.9, 0.98))]
+    if name == "adafactor":
+        return [torch.optim.Adafactor(_by_decay(params, decay), lr)]
+    if name == "lion":
+        return [_lion(params, lr, decay)]
+    return _muon(model, lr, 0.1 if weight_decay is None else weight_decay)
+
+
+def _muon(model: nn.Module, lr: float, decay: float) -> list[Optimizer]:
+    """Muon for the weights of hidden linear layers, AdamW for the rest."""
+    if not hasattr(torch.optim, "Muon"):
+        raise InputError(f"optimizer muon needs torch 2.9 or newer, this is {torch.__version__}")
+    embedded = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
+    hidden = {
+        id(one.weight): one.weight
+        for one in model.modules()
+        if isinstance(one, nn.Linear)
+        and one.weight.requires_grad
+        and id(one.weight) not in embedded
+    }
+    rest = [one for one in model.parameters() if one.requires_grad and id(one) not in hidden]
+    return [
+        torch.optim.Muon(hidden.values(), lr, weight_decay=decay),
+        torch.optim.AdamW(_by_decay(rest, 0.01), lr * REST_OF_MUON, betas=(0.9, 0.98)),
+    ]
+
+
+def _lion(params: list[nn.Parameter], lr: float, decay: float) -> Optimizer:
+    try:
+        from lion_pytorch import Lion
+    except ImportError as error:
+        raise InputError("optimizer lion needs `pip install lion-pytorch`") from error
+    lion: Optimizer = Lion(_by_decay(params, decay), lr=lr, betas=(0.9, 0.98))
+    return lion
+
+
+def _by_decay(params: Iterable[Tensor], decay: float) -> list[dict[str, object]]:
+    """Two groups: matrices with decay, norms and biases without."""
+    params = list(params)
+    groups = [
+        {"params": [one for one in params if one.ndim >= 2], "weight_decay": decay},
+        {"params": [one for one in params if one.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _check(name: str) -> None:
+    if name not in names():
+        raise ValueError(f"optimizer must be one of {', '.join(names())}, got {name!r}")
