@@ -41,10 +41,10 @@ def fused_obstacle(works: Sequence[Pending]) -> str | None:
         return "Triton is not installed; install it with `pip install triton` or set fused=False"
     first = works[0].param.device
     for work in works:
-        if needs_other_backend(work):
+        if isinstance(work.hyper, MaxFactorHyper) and work.hyper.bands > 1:
             return (
-                f"parameter {work.name!r} has momentum, a direction other than 'sign_max' or "
-                "scale='initial', which the kernels do not have yet; set fused=False"
+                f"parameter {work.name!r} has a FAM of {work.hyper.bands} bands, and the kernels "
+                "have only one; set bands=1 or fused=False"
             )
         device = work.param.device
         if device.type != "cuda" and not is_interpreted():
@@ -63,15 +63,6 @@ def fused_obstacle(works: Sequence[Pending]) -> str | None:
                     "use float32, bfloat16 or float16, or set fused=False"
                 )
     return None
-
-
-def needs_other_backend(work: Pending) -> bool:
-    """Whether the kernels cannot do what a parameter's settings ask for."""
-    hyper = work.hyper
-    if not isinstance(hyper, MaxFactorHyper):
-        return False
-    published = hyper.momentum is None and hyper.direction == "sign_max"
-    return not published or hyper.scale != "current"
 
 
 @lru_cache(maxsize=1)

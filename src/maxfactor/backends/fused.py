@@ -7,6 +7,7 @@ stay the same, brings new addresses and settings to the device when they change,
 
 from __future__ import annotations
 
+import math
 import operator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch import Tensor
 from maxfactor.backends import kernels as K  # noqa: N812
 from maxfactor.guard import LIMIT, given_up, refused
 from maxfactor.hyper import FLOAT32_TINY, AdafactorHyper, Hyper, MaxFactorHyper
+from maxfactor.orthogonal import orthogonal
 from maxfactor.rounding import is_stochastic, seed_key
 from maxfactor.rule import ADAFACTOR_MAX_STEP
 from maxfactor.state import factoring
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 # What is asked of every tensor in every step; `map` with these is several times a loop's speed.
 GRAD, DTYPE, LAYOUT, VERSION = map(operator.attrgetter, ("grad", "dtype", "layout", "_version"))
 STRIDED = {torch.strided}
+WHITENED_AT_ONCE = 1 << 26  # elements
+STORES = {"int8": tl.int8, "bf16": tl.bfloat16, "fp32": tl.float32}
 
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -50,7 +54,7 @@ def settings_of(hyper: Hyper) -> list[float]:
         row |= {"GAMMA": hyper.gamma, "ONE_MINUS_GAMMA": 1.0 - hyper.gamma}
         row |= {"MIN_LR": hyper.min_lr, "COUNT_EPS": hyper.count_eps}
         row |= {"KAPPA_LOW": low, "KAPPA_HIGH": high, "CLIP": hyper.clip_threshold}
-        row |= {"BOOST": hyper.scalar_boost or 0.0}
+        row |= {"BOOST": hyper.scalar_boost or 0.0, **memory_settings(hyper)}
     elif isinstance(hyper, AdafactorHyper):
         row |= {"FLOOR": FLOAT32_TINY, "VARIANCE_FLOOR": FLOAT32_TINY}
         row |= {"OFFSET": hyper.eps1, "CLIP": hyper.clip_threshold}
@@ -58,6 +62,18 @@ def settings_of(hyper: Hyper) -> list[float]:
     for name, value in row.items():
         values[getattr(K, name).value] = value
     return values
+
+
+def memory_settings(hyper: MaxFactorHyper) -> dict[str, float]:
+    """The settings of the momentum; without one, (13) gives the input back."""
+    if hyper.momentum is None:
+        return {"MIX": 1.0, "LOG_BETA": -math.inf}
+    beta = hyper.fixed_beta
+    row = {"FIXED_BETA": beta, "LOG_BETA": math.log(beta) if beta else -math.inf, "MIX": hyper.mix}
+    if (fam := hyper.fam) is not None:
+        row |= {"BETA_MIN": fam.beta_min, "BETA_MAX": fam.beta_max, "THETA": fam.theta}
+        row["WARMUP"] = fam.warmup
+    return row
 
 
 def flags_of(hyper: Hyper, param: Tensor) -> int:
@@ -69,6 +85,12 @@ def flags_of(hyper: Hyper, param: Tensor) -> int:
     if isinstance(hyper, MaxFactorHyper):
         bits["MAX_NORM"] = hyper.max_norm
         bits["SIGN"] = hyper.vector_direction == "sign_max" if vector else hyper.max_norm
+        bits["FACTORED"] = hyper.direction == "factored"
+        bits["SIGN"] &= not bits["FACTORED"]
+        bits["FILTERED"] = hyper.is_filtered(is_vector=vector)
+        bits["WHITENS"] = hyper.direction == "orthogonal" and not vector
+        bits["ADAPTIVE"] = hyper.fam is not None and not vector
+        bits["INITIAL"] = hyper.keeps_initial_rms
         bits["BOOSTED"] = hyper.is_boosted_scalar(param.numel())
         bits["RAMP"] = hyper.step_rule == "ramp"
         bits["DECAY_BY_LR"] = hyper.decay_by == "lr"
@@ -83,6 +105,8 @@ def is_general(work: Work) -> bool:
     hyper, flags = work.hyper, flags_of(work.hyper, work.param)
     if not isinstance(hyper, MaxFactorHyper):
         return True
+    if flags & K.WHITENS.value:
+        return False
     plain_sign = flags & K.SIGN.value and not flags & K.BOOSTED.value
     return not plain_sign or hyper.d < 1.0 or hyper.clip_threshold > 0.0
 
@@ -129,6 +153,7 @@ class Key(NamedTuple):
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
     aligned: bool  # every row of W, G and the variance starts on 16 bytes
+    store: str | None  # of the momentum; "none" for a filter without one, None for no filter
 
 
 @dataclass
@@ -145,7 +170,19 @@ class Kind:
     @property
     def signed(self) -> bool:
         """Whether signs are kept as bits: not where G is needed anyway, nor where it is small."""
-        return not self.general and (self.key.grad_dtype == torch.float32 or K.INTERPRETED)
+        worth_it = self.filters or self.key.grad_dtype == torch.float32 or K.INTERPRETED
+        return not self.general and worth_it
+
+    @property
+    def filters(self) -> bool:
+        """Whether there is momentum, or an orthogonal direction."""
+        return self.key.store is not None
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """What the kernels are compiled for, of the momentum."""
+        keeps = self.key.store in STORES
+        return {"STORE": STORES.get(self.key.store or "", tl.float32), "KEEPS": keeps}
 
     @property
     def apply(self) -> K.Shape:
@@ -179,6 +216,9 @@ class Plan:
         flags = flags_of(work.hyper, work.param)
         common = {"STEP": work.state["step"].data_ptr(), "FLAGS": flags, "GROUP": group}
         common |= {"OWNER": owner, "NUMEL": work.param.numel()}
+        for name in ("momentum", "momentum_scale", "band_sums", "initial_rms"):
+            if name in work.state:
+                common[name.upper()] = work.state[name].data_ptr()
         self.first_of.append(len(self.table))
         if work.param.numel() == 0:
             self.tasks.append((len(self.table), K.OF_EMPTY.value, 0))
@@ -251,10 +291,18 @@ class Plan:
 
 def keys_of(works: Sequence[Work]) -> list[Key]:
     """The kind of each tensor; two kinds if possible, so that a step has at most eight launches."""
-    keys = [Key(w.param.dtype, w.grad.dtype, is_aligned(w)) for w in works]
+    keys = [Key(w.param.dtype, w.grad.dtype, is_aligned(w), store_of(w)) for w in works]
     if len(set(keys)) > 2:
         keys = [key._replace(aligned=False) for key in keys]
     return keys
+
+
+def store_of(work: Work) -> str | None:
+    """How a tensor's momentum is stored, as `Key` wants it."""
+    hyper, vector = work.hyper, work.param.dim() < 2
+    if not isinstance(hyper, MaxFactorHyper) or not hyper.is_filtered(is_vector=vector):
+        return None
+    return hyper.momentum_store(is_vector=vector) or "none"
 
 
 def is_aligned(work: Work) -> bool:
@@ -289,6 +337,58 @@ def repeated(runs: Sequence[tuple[int, int]]) -> Tensor:
     """Each value as often as its count says."""
     values, counts = torch.tensor(runs, dtype=torch.int64).reshape(-1, 2).unbind(dim=1)
     return torch.repeat_interleave(values, counts)
+
+
+# --------------------------------------------------------------------- orthogonal direction
+
+
+class Whitening:
+    """The buffer that orthogonal directions go through, and their iteration.
+
+    `filtered` writes into it what is to be orthogonalised, matrices of equal shape side by side;
+    `apply` reads the directions. It is there only for the time of a step.
+    """
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self.device = works[0].param.device
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.kind = KINDS[self.dtype]
+        shapes: dict[tuple[int, int], list[int]] = {}
+        for index, work in enumerate(works):
+            if work.param.numel() and flags_of(work.hyper, work.param) & K.WHITENS.value:
+                m, n, _ = matrices_of(work)[0]
+                shapes.setdefault((m, n), []).append(index)
+        self.groups = list(shapes.items())
+        self.numel = sum(m * n * len(members) for (m, n), members in self.groups)
+        self.buffer: Tensor | None = None
+
+    def addresses(self, count: int) -> list[int]:
+        """Make the buffer; where each tensor's matrix is in it, 0 for those that have none."""
+        places = [0] * count
+        if not self.groups:
+            return places
+        self.buffer = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        at = self.buffer.data_ptr()
+        for (m, n), members in self.groups:
+            for index in members:
+                places[index] = at
+                at += m * n * self.buffer.element_size()
+        return places
+
+    def run(self) -> None:
+        """Orthogonalise everything in the buffer, in batches of a bounded size."""
+        start = 0
+        for (m, n), members in self.groups:
+            assert self.buffer is not None
+            size = m * n * len(members)
+            matrices = self.buffer[start : start + size].view(-1, m, n)
+            for batch in matrices.split(max(1, WHITENED_AT_ONCE // (m * n))):
+                batch.copy_(orthogonal(batch))
+            start += size
+
+    def release(self) -> None:
+        """Give the memory back to torch."""
+        self.buffer = None
 
 
 # ---------------------------------------------------------------------------------- step
@@ -329,6 +429,7 @@ class FusedStep:
         group_of = {id(hyper): index for index, hyper in enumerate(hypers)}
         self.plan = Plan(works, self.keys, [group_of[id(work.hyper)] for work in works])
         self.layouts = layouts(self.params)
+        self.whitening = Whitening(works)
         self.stand_ins = {
             i: torch.empty_like(param, memory_format=torch.contiguous_format)
             for i, param in enumerate(self.params)
@@ -366,6 +467,8 @@ class FusedStep:
         self.extremes = zeros(len(plan.table), 3, dtype=torch.int32)
         self.squares, self.update_squares = zeros(plan.tile_count), zeros(plan.block_count)
         self.unsigned = zeros(plan.tile_count, dtype=torch.int8)
+        tiles = plan.tile_count if any(kind.filters for kind in kinds) else 0
+        self.tile_sums, self.filter_sums = (zeros(tiles, K.SUMS.value) for _ in range(2))
         self.scalars = zeros(tensors, K.SCALARS.value)
         self.update_max, self.bad = (zeros(tensors, dtype=torch.int32) for _ in range(2))
         self.status = zeros(K.STATUS.value, dtype=torch.int32) if status is None else status
@@ -462,6 +565,7 @@ class FusedStep:
         increment_version(self.written)
         self.versions = [version + 1 for version in versions]
         del borrowed  # not before the launches that read them
+        self.whitening.release()
         if nonfinite == "raise" and found_inf is None:
             self._raise_if_skipped()
         elif nonfinite != "ignore":
@@ -478,9 +582,10 @@ class FusedStep:
             params = list(params)
             for i, stand_in in self.stand_ins.items():
                 params[i] = stand_in.copy_(params[i])
-        addresses = [0] * (2 * len(params))
-        addresses[::2] = map(Tensor.data_ptr, params)
-        addresses[1::2] = map(Tensor.data_ptr, grads)
+        addresses = [0] * (3 * len(params))
+        addresses[::3] = map(Tensor.data_ptr, params)
+        addresses[1::3] = map(Tensor.data_ptr, grads)
+        addresses[2::3] = self.whitening.addresses(len(params))
         if addresses != self.addresses:
             self.pointers = self._to_device(addresses, torch.int64)
             self.addresses = addresses
@@ -499,33 +604,52 @@ class FusedStep:
                 self._apply(kind, signs, grad_scale, scaled=scaled, measure=True)
             K.statistics[(kind.tiles,)](
                 self.pointers, self.table, self.tile_matrix, self.row_part, self.row_peak,
-                self.col_part, self.extremes, signs, self.unsigned, self.bad, self.status,
-                grad_scale, kind.first_tile, CHECK=check, SCALED=scaled, SIGNED=kind.signed,
+                self.col_part, self.extremes, signs, self.unsigned, self.tile_sums, self.settings,
+                self.bad, self.status, grad_scale, kind.first_tile, CHECK=check, SCALED=scaled,
+                SIGNED=kind.signed and not kind.filters, FILTERS=kind.filters,
                 G_KIND=KINDS[kind.key.grad_dtype], ROWS_=K.STATISTICS.rows, BUNDLE_=K.BUNDLE,
                 TILE=K.TILE_ROWS, STAGES_=K.STAGES, num_warps=K.STATISTICS.warps, **option,
             )  # fmt: skip
         K.finalize[(len(self.tasks),)](
             self.table, self.settings, self.tasks, self.row_part, self.col_part,
             self.extremes, self.row_sum_var, self.squares, self.scalars, self.update_max,
-            self.ratios, self.bad, self.status, found_inf,
+            self.ratios, self.row_max, self.bad, self.status, found_inf,
             SCALED=scaled, CHUNK_=K.CHUNK, enable_fp_fusion=True,
         )  # fmt: skip
-        for kind, blocks, option in zip(kinds, self.blocks, options, strict=True):
-            K.maxima[(len(blocks),)](
-                self.pointers, self.table, self.settings, blocks, self.row_peak, self.ratios,
-                self.extremes, self.row_sum_var, self.row_max, self.update_max,
-                self.update_squares, self.scalars, self.status, grad_scale, SCALED=scaled,
-                G_KIND=KINDS[kind.key.grad_dtype], GENERAL=kind.general,
-                ROWS_=kind.maxima.rows, BUNDLE_=K.BUNDLE, STRIPS_=K.STRIPS_AT_ONCE,
-                STAGES_=K.STAGES, num_warps=kind.maxima.warps, **option,
-            )  # fmt: skip
-        if any(kind.general for kind in kinds):
+        for kind, blocks in zip(kinds, self.blocks, strict=True):
+            if kind.filters:
+                self._filter(kind, signs, grad_scale, scaled=scaled)
+            else:
+                self._maxima(kind, blocks, grad_scale, scaled=scaled)
+        if any(kind.general or kind.filters for kind in kinds):
             K.rescale[(len(self.params),)](
                 self.table, self.settings, self.first_of, self.update_max, self.update_squares,
-                self.scalars, enable_fp_fusion=True,
+                self.filter_sums, self.scalars, self.status, enable_fp_fusion=True,
             )  # fmt: skip
+        self.whitening.run()
         for kind in kinds:
             self._apply(kind, signs, grad_scale, scaled=scaled, measure=False)
+
+    def _maxima(self, kind: Kind, blocks: Tensor, grad_scale: Tensor, *, scaled: bool) -> None:
+        K.maxima[(len(blocks),)](
+            self.pointers, self.table, self.settings, blocks, self.row_peak, self.ratios,
+            self.extremes, self.row_sum_var, self.row_max, self.update_max,
+            self.update_squares, self.scalars, self.status, grad_scale, SCALED=scaled,
+            G_KIND=KINDS[kind.key.grad_dtype], GENERAL=kind.general, ROWS_=kind.maxima.rows,
+            BUNDLE_=K.BUNDLE, STRIPS_=K.STRIPS_AT_ONCE, STAGES_=K.STAGES,
+            num_warps=kind.maxima.warps, **launch_options(kind),
+        )  # fmt: skip
+
+    def _filter(self, kind: Kind, signs: Tensor, grad_scale: Tensor, *, scaled: bool) -> None:
+        K.filtered[(kind.tiles,)](
+            self.pointers, self.table, self.settings, self.tile_matrix, self.extremes,
+            self.row_sum_var, self.row_max, self.update_max, self.tile_sums, self.filter_sums,
+            self.scalars, signs, self.unsigned, self.status, grad_scale, kind.first_tile,
+            SCALED=scaled, SIGNED=kind.signed, GENERAL=kind.general, **kind.memory,
+            O_KIND=self.whitening.kind, G_KIND=KINDS[kind.key.grad_dtype],
+            ROWS_=K.FILTERED_SHAPE.rows, TILE=K.TILE_ROWS, STAGES_=K.STAGES,
+            num_warps=K.FILTERED_SHAPE.warps, **launch_options(kind),
+        )  # fmt: skip
 
     def _apply(
         self, kind: Kind, signs: Tensor, grad_scale: Tensor, *, scaled: bool, measure: bool
@@ -535,7 +659,8 @@ class FusedStep:
             self.pointers, self.table, self.settings, self.tile_matrix, self.extremes,
             self.row_sum_var, self.row_max, self.update_max, self.squares, self.scalars, signs,
             self.unsigned, self.status, grad_scale, self.seed_keys, kind.first_tile, int(measure),
-            SCALED=scaled, SIGNED=kind.signed, P_KIND=KINDS[kind.key.param_dtype],
+            SCALED=scaled, SIGNED=kind.signed, FILTERS=kind.filters, **kind.memory,
+            O_KIND=self.whitening.kind, P_KIND=KINDS[kind.key.param_dtype],
             G_KIND=KINDS[kind.key.grad_dtype], ROWS_=kind.apply.rows, TILE=K.TILE_ROWS,
             GENERAL=kind.general, STAGES_=K.STAGES, num_warps=kind.apply.warps,
             **launch_options(kind),
