@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from maxfactor.checks import check_count, check_number, check_share
 from maxfactor.quantize import BLOCK, FLOAT32_TINY
@@ -187,12 +188,12 @@ def band_members(n: int, bands: int, device: torch.device) -> Tensor:
 
 def band_totals(x: Tensor, momentum: Tensor, bands: int) -> Tensor:
     """Sums of x M and of x^2 over each band of (..., m, n) tensors, (..., 2, bands)."""
-    products = (x * momentum, x * x)
+    along = -1 if bands == 1 else -2  # rows are summed first, or columns, which bands consist of
+    squares = vector_norm(x, dim=along).square()  # no temporary of x's size
+    totals = torch.stack(((x * momentum).sum(dim=along), squares), dim=-2)
     if bands == 1:
-        totals = [product.sum(dim=-1).sum(dim=-1, keepdim=True) for product in products]
-        return torch.stack(totals, dim=-2)
-    columns = torch.stack([product.sum(dim=-2) for product in products], dim=-2)
-    return columns @ band_members(x.shape[-1], bands, x.device)
+        return totals.sum(dim=-1, keepdim=True)
+    return totals @ band_members(x.shape[-1], bands, x.device)
 
 
 def band_counts(m: int, n: int, bands: int, device: torch.device) -> Tensor:

@@ -53,9 +53,9 @@ def quantize_(values: Tensor) -> Quantized:
     return Quantized(codes, torch.cat(found, dim=-2).squeeze(-1))
 
 
-def dequantized(codes: Tensor, scales: Tensor) -> Tensor:
-    """The values that the codes stand for, float32."""
-    values = codes.to(torch.float32)
+def dequantized(codes: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:
+    """The values that the codes stand for, float32; written to `out` where that is given."""
+    values = codes.to(torch.float32) if out is None else out.copy_(codes)
     for part, own in zip(parts(values), parts_of_scales(scales, codes.shape[-1]), strict=True):
         part.mul_(own)
     return values

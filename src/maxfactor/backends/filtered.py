@@ -66,6 +66,21 @@ class FilteredStack(Stack):
 
     hyper: MaxFactorHyper
 
+    def _first_stage(self) -> None:
+        """Nothing yet: the batches of a whole model are as large as the model."""
+
+    def sums_of_squares(self) -> Tensor:
+        """A pass of its own over the gradients."""
+        grads = [work.grad for work in self.works]
+        return torch.stack(torch._foreach_norm(grads, 2, torch.float32)).square()
+
+    def finish(self) -> list[Scalar]:
+        """Equations (1) to (13)."""
+        super()._first_stage()
+        sizes = super().finish()
+        del self.grad  # not kept while other tasks run
+        return sizes
+
     def _move(self) -> Tensor:
         hyper, whitens = self.hyper, self._is_orthogonal
         square = self.grad.square()
@@ -216,7 +231,8 @@ class FilteredMatrix(Matrix):
                 x.mul_(row)
             x.mul_(self.factor)
             state = dict(zip(keys, rest[2:], strict=True))
-            yield self.memory.enter(x), recalled(state), state, row, rest[0], rest[1]
+            momentum = recalled(state, self.scratch(3, len(g), g))
+            yield self.memory.enter(x), momentum, state, row, rest[0], rest[1]
 
 
 def input_scale(
@@ -247,11 +263,11 @@ def see_(memory: Memory, stored: Tensor, x: Tensor) -> Tensor:
     return y.add_(x, alpha=memory.mix) if memory.mix else y
 
 
-def recalled(state: State) -> Tensor:
-    """A float32 copy of a block of momentum."""
+def recalled(state: State, out: Tensor) -> Tensor:
+    """A float32 copy of a block of momentum in `out`."""
     if "momentum_scale" in state:
-        return dequantized(state["momentum"], state["momentum_scale"])
-    return state["momentum"].to(torch.float32, copy=True)
+        return dequantized(state["momentum"], state["momentum_scale"], out)
+    return out.copy_(state["momentum"])
 
 
 def remember_(state: State, momentum: Tensor) -> None:

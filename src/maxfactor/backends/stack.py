@@ -29,7 +29,10 @@ class Stack:
         shape = tasks.matrix_shape(works[0])
         assert shape is not None
         self.m, self.n = shape
-        self.grad = self._stacked([work.grad for work in works], self.m, self.n)
+        self._first_stage()
+
+    def _first_stage(self) -> None:
+        self.grad = self._stacked([work.grad for work in self.works], self.m, self.n)
 
     def sums_of_squares(self) -> Tensor:
         """One for each parameter."""
