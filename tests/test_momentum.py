@@ -16,9 +16,9 @@ from torch import Tensor
 
 import oracle
 from cases import DIRECTIONS, LONG_ROWS, MOMENTA, SHAPES, STORES, Problem, problem
-from maxfactor import MaxFactor, rule
+from comparison import VARIANTS, compare_with_rule, settings_for
+from maxfactor import MaxFactor
 from maxfactor.backends import foreach, plain
-from maxfactor.rule import MaxFactorHyper
 
 HALF_BF16 = 2.0**-8  # half the spacing of bfloat16, relative
 
@@ -119,11 +119,6 @@ def compare_param(
     np.testing.assert_array_less(off, allowed, err_msg=f"parameter, {what}")
 
 
-def settings_for(momentum: str, store: str, direction: str, scale: str) -> dict[str, Any]:
-    chosen = MOMENTA[momentum] | {"direction": direction, "scale": scale}
-    return chosen if momentum == "none" else chosen | {"momentum_dtype": store}
-
-
 @pytest.mark.parametrize("scale", ["current", "initial"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(
@@ -150,70 +145,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-def compare_with_rule(settings: dict[str, Any], cases: list[Problem], backend: str) -> None:
-    """All parameters in one optimizer; each step of each from the same start by the rule."""
-    params: list[Tensor] = [torch.nn.Parameter(case.weight.clone()) for case in cases]
-    optimizer = MaxFactor(params, foreach=backend == "foreach", fused=False, **settings)
-    hyper = MaxFactorHyper(**settings)
-    states = [rule.init_state(param, hyper) for param in params]
-    for t in range(len(cases[0].grads)):
-        expected = []
-        for param, case, state in zip(params, cases, states, strict=True):
-            param.grad = case.grads[t].clone()
-            expected.append(rule.step(param.detach(), case.grads[t], state, hyper))
-        optimizer.step()
-        for i, (param, case) in enumerate(zip(params, cases, strict=True)):
-            assert param.grad is not None
-            assert torch.equal(param.grad, case.grads[t]), "the gradient belongs to the user"
-            states[i] = {k: v.clone() for k, v in optimizer.state[param].items()}
-            what = f"{tuple(param.shape)} at {t}"
-            untouched = torch.stack(case.grads[: t + 1]).abs().sum(dim=0) == 0.0
-            same_step(param.detach(), untouched, states[i], expected[i], hyper, what)
-    mean = sum(float(result.step_size) for result in expected) / len(expected)
-    assert optimizer.effective_lr() == pytest.approx([mean], rel=1e-6)
-
-
-def same_step(
-    param: Tensor,
-    untouched: Tensor,
-    state: dict[str, Tensor],
-    expected: rule.Result,
-    hyper: MaxFactorHyper,
-    what: str,
-) -> None:
-    """The same but for a few values that were on the edge of rounding, or of a sign."""
-    assert state.keys() == expected.state.keys()
-    tipped = 0
-    for key, value in state.items():
-        theirs = expected.state[key]
-        assert value.dtype == theirs.dtype, f"{key} of {what}"
-        size = max(1e-30, float(theirs.abs().max()) if theirs.numel() else 0.0)
-        if key == "momentum" and value.dtype != torch.float32:
-            off = (value.double() - theirs.double()).abs()
-            step = (
-                1.0 if value.dtype == torch.int8 else 2.0**-7 * theirs.double().abs() + 1e-6 * size
-            )
-            assert bool((off <= step).all()), f"{key} of {what}"
-            tipped = int((off > 0).sum())
-            assert tipped <= 2 + 0.002 * value.numel(), f"{key} of {what}"
-        else:
-            loose = 5e-6 * size if key.startswith(("momentum", "band")) else 1e-37
-            torch.testing.assert_close(value, theirs, rtol=4e-6, atol=loose)
-    alpha = float(expected.step_size)
-    off = (param.double() - expected.param.double()).abs()
-    noise = 5e-4 if hyper.direction == "orthogonal" else 2e-5
-    ulp = 0.0 if param.dtype == torch.float32 else torch.finfo(param.dtype).eps
-    largest = max(1e-30, float(expected.param.abs().max()) if param.numel() else 0.0)
-    allowed = (
-        ulp * expected.param.double().abs() + 1e-6 * largest + (0.2 if tipped else noise) * alpha
-    )
-    if hyper.bands > 1:
-        off[untouched] = 0.0  # zero but for the rounding of two transforms, and then its sign
-    wrong = int((off > allowed).sum())
-    assert wrong <= 0.001 * param.numel() + (2 if tipped else 0), f"parameter {what}: {wrong}"
-    assert bool((off <= allowed + 2.0 * alpha).all()), f"parameter {what}"
-
-
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("momentum", MOMENTA)
 def test_backends(momentum: str, direction: str, backend: str) -> None:
@@ -234,17 +165,6 @@ def test_large_matrices_in_blocks(
     monkeypatch.setattr(foreach, "CHUNK", 100_000)
     cases = [problem(shape, steps=5, seed=i) for i, shape in enumerate(LARGE)]
     compare_with_rule(settings_for(momentum, "int8", direction, "current"), cases, kind)
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "maximize": {"maximize": True},
-    "small d": {"d": 0.2},
-    "large eps": {"eps": (0.05, 0.5)},
-    "no eps": {"eps": (0.0, 1e-3)},
-    "vectors by update": {"vector_direction": "update"},
-    "decay by step size": {"decay_by": "step_size", "weight_decay": 0.3},
-    "bounds": {"kappa_bounds": (0.1, 0.6), "min_lr": 0.1, "eps_rms": 0.1},
-}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

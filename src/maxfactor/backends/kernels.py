@@ -737,7 +737,7 @@ def rescale(table, settings, first_of, update_max, update_squares, filter_sums, 
         s = tl.maximum(1.0, norm * shrink / tl.sqrt_rn(numel) / tl.load(setting + D))  # (8)
         scale = scale * shrink / s
     tl.store(scalars + owner * SCALARS + SCALE, scale)
-    if ((flags & ADAPTIVE) != 0) & (tl.load(status + SKIP) == 0):
+    if ((flags & ADAPTIVE) != 0) & (count > 0) & (tl.load(status + SKIP) == 0):
         sums = tl.load(entry + BAND_SUMS).to(tl.pointer_type(tl.float32))
         theta, beta = tl.load(setting + THETA), tl.load(scalars + owner * SCALARS + BETA)
         before = tl.load(sums + 2)

@@ -1,0 +1,113 @@
+"""The fused kernels with momentum, in every direction and scale, against the rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cases import no_host_sync, problem
+from comparison import VARIANTS, compare_with_rule, settings_for
+from maxfactor import FAM, MaxFactor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+
+# Several tiles and strips, blocks that are cut short, vectors, a single value, nothing at all.
+SHAPES: list[tuple[int, ...]] = [(9, 72), (33, 8), (3, 130), (70,), (5, 4, 6), (1,), (0, 3)]
+if DEVICE == "cuda":
+    SHAPES += [(300, 520), (1000, 64), (129, 333), (3000,), (64, 32, 9)]
+
+COMBINATIONS = [
+    ("fam", "int8", "sign_max", "current"),
+    ("fam", "int8", "sign_max", "initial"),
+    ("nesterov", "int8", "sign_max", "current"),
+    ("nesterov", "fp32", "sign_max", "initial"),
+    ("nesterov", "bf16", "factored", "current"),
+    ("fam", "fp32", "factored", "current"),
+    ("none", "int8", "factored", "initial"),
+    ("nesterov", "int8", "orthogonal", "initial"),
+    ("fam", "int8", "orthogonal", "current"),
+    ("none", "int8", "orthogonal", "current"),
+    ("none", "int8", "sign_max", "initial"),
+]
+
+
+@pytest.mark.parametrize(("momentum", "store", "direction", "scale"), COMBINATIONS)
+def test_equals_the_rule(momentum: str, store: str, direction: str, scale: str) -> None:
+    if store == "bf16" and DEVICE == "cpu":
+        pytest.skip("Triton's interpreter cuts bfloat16 off instead of rounding it")
+    cases = [problem(shape, steps=5, seed=i) for i, shape in enumerate(SHAPES)]
+    compare_with_rule(settings_for(momentum, store, direction, scale), cases, "fused", DEVICE)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_other_settings(variant: str) -> None:
+    cases = [problem(shape, steps=3, seed=i) for i, shape in enumerate(SHAPES[:5])]
+    for momentum, direction in (("nesterov", "sign_max"), ("fam", "factored")):
+        settings = settings_for(momentum, "fp32", direction, "current") | VARIANTS[variant]
+        compare_with_rule(settings, cases, "fused", DEVICE)
+
+
+def trained(steps: int, grads: list[torch.Tensor], **settings: Any) -> MaxFactor:
+    param = torch.nn.Parameter(problem((9, 72)).weight.to(DEVICE))
+    optimizer = MaxFactor([param], fused=True, **settings)
+    for grad in grads[:steps]:
+        param.grad = grad.to(DEVICE)
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("direction", ["sign_max", "orthogonal"])
+def test_a_skipped_step_changes_nothing(direction: str) -> None:
+    grads = problem((9, 72), steps=4).grads
+    settings: dict[str, Any] = {"momentum": FAM(warmup=1), "direction": direction}
+    optimizer = trained(3, grads, **settings, scale="initial")
+    [param] = optimizer.param_groups[0]["params"]
+    before = {key: value.clone() for key, value in optimizer.state[param].items()}
+    weight = param.detach().clone()
+    param.grad = grads[3].to(DEVICE, copy=True)
+    param.grad[2, 5] = float("nan")
+    optimizer.step()
+    assert optimizer.skipped == 1
+    assert torch.equal(param, weight)
+    for key, value in optimizer.state[param].items():
+        assert torch.equal(value, before[key]), key
+
+
+def test_bands_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"FAM of 8 bands.*set bands=1 or fused=False"):
+        trained(1, problem((9, 72), steps=1).grads, momentum=FAM(bands=8))
+
+
+def test_gradients_scaled_by_a_scaler() -> None:
+    """What GradScaler hands over is taken off again before the momentum."""
+    grads = problem((9, 72), steps=3).grads
+    plain = trained(3, grads, momentum=FAM())
+    [param] = plain.param_groups[0]["params"]
+    scaled = torch.nn.Parameter(problem((9, 72)).weight.to(DEVICE))
+    optimizer = MaxFactor([scaled], fused=True, momentum=FAM())
+    vars(optimizer)["grad_scale"] = torch.full((1,), 1024.0, device=DEVICE)
+    vars(optimizer)["found_inf"] = torch.zeros(1, device=DEVICE)
+    for grad in grads:
+        scaled.grad = grad.to(DEVICE) * 1024.0
+        optimizer.step()
+    torch.testing.assert_close(scaled, param, rtol=1e-5, atol=1e-7)
+    ours, theirs = optimizer.state[scaled], plain.state[param]
+    for key in ours:
+        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-5, atol=1e-7, msg=key)
+
+
+@needs_gpu
+def test_no_wait() -> None:
+    params = [torch.nn.Parameter(torch.randn(s, device=DEVICE)) for s in [(64, 128), (300,)]]
+    optimizer = MaxFactor(params, momentum=FAM(), direction="orthogonal", scale="initial")
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        with no_host_sync():
+            optimizer.step()
+            optimizer.spectrum()
+    assert optimizer._fused is not None
