@@ -99,11 +99,17 @@ class Several:
         self.state = {p: s for each in self.optimizers for p, s in each.state.items()}
 
 
-def ours(name: str, backend: str) -> Contender:
+def ours(name: str, backend: str, label: str = "", **settings: Any) -> Contender:
     """One of this package's optimizers in one of its backends."""
-    chosen = {"foreach": backend == "foreach", "fused": backend == "fused"}
+    chosen = {"foreach": backend == "foreach", "fused": backend == "fused", **settings}
     cls = getattr(maxfactor, name)
-    return Contender(f"{name} {backend}", lambda params: cls(params, lr=RATE, **chosen))
+    label = " ".join(filter(None, (name, label, backend)))
+    return Contender(label, lambda params: cls(params, lr=RATE, **chosen))
+
+
+BACKENDS = ("plain", "foreach", "fused")
+FAM = {"momentum": maxfactor.FAM()}
+ORTHOGONAL = {"momentum": 0.95, "nesterov": True, "direction": "orthogonal", "scale": "initial"}
 
 
 def named(label: str, module: str, name: str, **settings: Any) -> Contender:
@@ -129,8 +135,10 @@ def muon(params: list[Parameter]) -> Steps:
 
 
 CONTENDERS = (
-    *(ours("MaxFactor", backend) for backend in ("plain", "foreach", "fused")),
-    *(ours("Adafactor", backend) for backend in ("plain", "foreach", "fused")),
+    *(ours("MaxFactor", backend) for backend in BACKENDS),
+    *(ours("MaxFactor", backend, "FAM", **FAM) for backend in BACKENDS),
+    *(ours("MaxFactor", backend, "orthogonal", **ORTHOGONAL) for backend in BACKENDS),
+    *(ours("Adafactor", backend) for backend in BACKENDS),
     named("torch AdamW", "torch.optim", "AdamW"),
     named("torch AdamW foreach", "torch.optim", "AdamW", foreach=True),
     named(BASELINE, "torch.optim", "AdamW", fused=True),

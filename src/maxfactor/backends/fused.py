@@ -162,6 +162,7 @@ class Kind:
 
     key: Key
     general: bool
+    dense: bool = False  # there is a tensor with momentum and a full variance
     blocks: list[tuple[int, int]] = field(default_factory=list)  # (matrix, how many)
     block_count: int = 0
     first_tile: int = 0
@@ -226,6 +227,7 @@ class Plan:
             return
         kind = self.kinds.get(key) or Kind(key, key in self.general, first_tile=self.tile_count)
         self.kinds[key] = kind
+        kind.dense |= bool(kind.filters and flags & K.DENSE.value)
         first, first_tile, first_block = len(self.table), self.tile_count, kind.block_count
         for shape in matrices_of(work):
             self._add_matrix(work, shape, common, kind)
@@ -606,7 +608,7 @@ class FusedStep:
                 self.pointers, self.table, self.tile_matrix, self.row_part, self.row_peak,
                 self.col_part, self.extremes, signs, self.unsigned, self.tile_sums, self.settings,
                 self.bad, self.status, grad_scale, kind.first_tile, CHECK=check, SCALED=scaled,
-                SIGNED=kind.signed and not kind.filters, FILTERS=kind.filters,
+                SIGNED=kind.signed and not kind.filters, FILTERS=kind.filters, VARIANCES=kind.dense,
                 G_KIND=KINDS[kind.key.grad_dtype], ROWS_=K.STATISTICS.rows, BUNDLE_=K.BUNDLE,
                 TILE=K.TILE_ROWS, STAGES_=K.STAGES, num_warps=K.STATISTICS.warps, **option,
             )  # fmt: skip

@@ -219,6 +219,7 @@ def statistics(
     SCALED: tl.constexpr,
     SIGNED: tl.constexpr,
     FILTERS: tl.constexpr,
+    VARIANCES: tl.constexpr,
     G_KIND: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS_: tl.constexpr,
@@ -254,7 +255,8 @@ def statistics(
     old_root = inverse_root(tl.load(col_pointer + cols, mask=cols < col_end, other=1.0))
     total = tl.zeros([ROWS_, COLS_], tl.float32)
     marks = tl.zeros([ROWS_, COLS_], tl.int32)  # a bit for each piece: negative; above, zero
-    variances = tl.zeros([ROWS_, COLS_], tl.float32)
+    if VARIANCES:
+        variances = tl.zeros([ROWS_, COLS_], tl.float32)
     setting = settings + tl.load(entry + GROUP) * SETTINGS
     pieces = tl.cdiv(tl.minimum(m - first_row, TILE), ROWS_).to(tl.int32)
     for piece in tl.range(0, pieces, num_stages=STAGES_):
@@ -266,7 +268,7 @@ def statistics(
             marks |= sign_marks(g, piece)
         if not dense:
             tl.store(row_part + place + rows, tl.sum(square, axis=1), mask=rows < m)
-        elif FILTERS:
+        elif VARIANCES:
             variances += dense_variance(entry, setting, 1.0, g, rows, cols, m, n, ALIGNED)
         if (not dense) and (not FILTERS):
             peak, second = two_peaks(tl.abs(g) * old_root[None, :], ROWS_, COLS_, BUNDLE_)
@@ -287,7 +289,8 @@ def statistics(
             tl.store(sign_places(signs, tile, ROWS_, COLS_), marks.to(tl.int16))
     if FILTERS:
         tl.store(tile_sums + tile * SUMS, everything)
-        tl.store(tile_sums + tile * SUMS + 1, tl.sum(tl.sum(variances, axis=0), axis=0))
+        if VARIANCES:
+            tl.store(tile_sums + tile * SUMS + 1, tl.sum(tl.sum(variances, axis=0), axis=0))
     if CHECK:
         if finite == 0:
             tl.store(status + SEEN, 1)
@@ -769,27 +772,35 @@ def input_scale(entry, setting, flags, tile_sums, row_sum_var):
 
 
 @triton.jit
-def roots_of_variance(entry, k, extremes, mean, rows, cols, m, n, floor):
-    """1 / sqrt(V) of (10) for a piece of a factored matrix, V = R C / mean R."""
+def column_roots(entry, k, extremes, mean, cols, n, floor):
+    """Of V = R C / mean R in (10): where R is, C and 1 / sqrt(C), and whether the floor acts."""
     row_pointer = tl.load(entry + ROW_VAR).to(tl.pointer_type(tl.float32))
     col_pointer = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
-    r = tl.load(row_pointer + rows, mask=rows < m, other=1.0) / tl.maximum(mean, TINY)
-    c = tl.load(col_pointer + cols, mask=cols < n, other=1.0)
+    end = tl.where((tl.load(entry + FLAGS) & DENSE) != 0, 0, n)
+    c = tl.load(col_pointer + cols, mask=cols < end, other=1.0)
     least_r = tl.load(extremes + k * 3 + 1).to(tl.float32, bitcast=True)
     least_c = tl.load(extremes + k * 3 + 2).to(tl.float32, bitcast=True)
-    if least_r / tl.maximum(mean, TINY) * least_c < floor:
-        roots = tl.rsqrt(tl.maximum(r[:, None] * c[None, :], floor))
+    floored = least_r / tl.maximum(mean, TINY) * least_c < floor
+    return row_pointer, c[None, :], inverse_root(c)[None, :], floored
+
+
+@triton.jit
+def roots_of_variance(row_pointer, c, root_c, floored, mean, rows, m, floor):
+    """1 / sqrt(V) of (10) for a piece of a factored matrix."""
+    r = tl.load(row_pointer + rows, mask=rows < m, other=1.0)[:, None] / tl.maximum(mean, TINY)
+    if floored:
+        roots = tl.rsqrt(tl.maximum(r * c, floor))
     else:
-        roots = inverse_root(r)[:, None] * inverse_root(c)[None, :]
+        roots = inverse_root(r) * root_c
     return roots
 
 
 @triton.jit
-def scale_places(entry, rows, cols, m, n, COLS_: tl.constexpr):
+def scale_places(scales, rows, cols, m, n, COLS_: tl.constexpr):
     """Where the scales of a piece's stored momentum are, and which of them exist."""
     blocks = (n + BLOCK - 1) // BLOCK
     block = tl.min(cols, axis=0) // BLOCK + tl.arange(0, COLS_ // BLOCK)
-    base = tl.load(entry + MOMENTUM_SCALE).to(tl.pointer_type(tl.float32))
+    base = scales.to(tl.pointer_type(tl.float32))
     places = base + (rows.to(tl.int64)[:, None] * blocks + block[None, :])
     return places, (rows < m)[:, None] & (block < blocks)[None, :]
 
@@ -803,8 +814,17 @@ def spread(scales, ROWS_: tl.constexpr, COLS_: tl.constexpr):
 
 
 @triton.jit
+def momentum_places(entry, STORE: tl.constexpr):
+    """Where a matrix's stored momentum and its scales begin."""
+    bytes_: tl.constexpr = STORE.primitive_bitwidth // 8
+    pointer = tl.load(entry + MOMENTUM) + tl.load(entry + START) * bytes_
+    return pointer, tl.load(entry + MOMENTUM_SCALE)
+
+
+@triton.jit
 def recalled(
-    entry,
+    pointer,
+    scales,
     rows,
     cols,
     m,
@@ -815,18 +835,17 @@ def recalled(
     COLS_: tl.constexpr,
 ):
     """A piece of the momentum as it was stored; STORE is its dtype."""
-    bytes_: tl.constexpr = STORE.primitive_bitwidth // 8
-    pointer = tl.load(entry + MOMENTUM) + tl.load(entry + START) * bytes_
     momentum = load_tile(pointer, rows, cols, m, n, STORE, ALIGNED)
     if STORE == tl.int8:
-        places, real = scale_places(entry, rows, cols, m, n, COLS_)
+        places, real = scale_places(scales, rows, cols, m, n, COLS_)
         momentum *= spread(tl.load(places, mask=real, other=0.0), ROWS_, COLS_)
     return momentum
 
 
 @triton.jit
 def remembered(
-    entry,
+    pointer,
+    scales,
     momentum,
     rows,
     cols,
@@ -838,18 +857,16 @@ def remembered(
     COLS_: tl.constexpr,
 ):
     """Store a piece of the momentum, return what was stored; `quantize.quantized`."""
-    bytes_: tl.constexpr = STORE.primitive_bitwidth // 8
-    pointer = tl.load(entry + MOMENTUM) + tl.load(entry + START) * bytes_
     if STORE == tl.int8:
         blocks: tl.constexpr = COLS_ // BLOCK
         largest = tl.max(tl.reshape(tl.abs(momentum), [ROWS_, blocks, BLOCK]), axis=2)
-        scales = largest * 0.007874015748031496  # 1 / 127
-        places, real = scale_places(entry, rows, cols, m, n, COLS_)
-        tl.store(places, scales, mask=real)
-        codes = momentum * spread(1.0 / tl.maximum(scales, TINY), ROWS_, COLS_)
+        step = largest * 0.007874015748031496  # 1 / 127
+        places, real = scale_places(scales, rows, cols, m, n, COLS_)
+        tl.store(places, step, mask=real)
+        codes = momentum * spread(1.0 / tl.maximum(step, TINY), ROWS_, COLS_)
         codes = (codes + 12582912.0) - 12582912.0  # 1.5 * 2^23: the nearest whole, ties to even
         store_tile(pointer, codes, rows, cols, m, n, tl.int8, ALIGNED)
-        momentum = codes * spread(scales, ROWS_, COLS_)
+        momentum = codes * spread(step, ROWS_, COLS_)
     else:
         store_tile(pointer, momentum, rows, cols, m, n, STORE, ALIGNED)
         momentum = momentum.to(STORE).to(tl.float32)
@@ -913,10 +930,16 @@ def filtered(
     if tile == tl.load(entry + OWNER_TILE):
         tl.store(scalar + FACTOR, factor)
         tl.store(scalar + MEAN, mean)
+    inverse_scale = 1.0
     if SCALED:
-        factor *= 1.0 / tl.load(grad_scale)
+        inverse_scale = 1.0 / tl.load(grad_scale)
     whitens = (flags & WHITENS) != 0
     dense = (flags & DENSE) != 0
+    row_pointer, c, root_c, floored = column_roots(entry, k, extremes, mean, cols, n, floor)
+    kept, scales = momentum_places(entry, STORE)
+    o_pointer = address(pointers, entry, 2, O_KIND)
+    place = row_max + tl.load(entry + ROW_SPACE)
+    root_of_mean = tl.sqrt_rn(mean)
     agreement = tl.zeros([ROWS_, COLS_], tl.float32)
     power = tl.zeros([ROWS_, COLS_], tl.float32)
     squares = tl.zeros([ROWS_, COLS_], tl.float32)
@@ -924,39 +947,35 @@ def filtered(
     highest = tl.zeros([ROWS_], tl.float32)
     for piece in tl.range(0, pieces, num_stages=STAGES_):
         rows = first_row + piece * ROWS_ + tl.arange(0, ROWS_)
-        g = load_tile(pointer, rows, cols, m, n, G_KIND, ALIGNED)
-        roots = g
+        g = load_tile(pointer, rows, cols, m, n, G_KIND, ALIGNED) * inverse_scale
         if dense:
-            unscaled = g
-            if SCALED:
-                unscaled = g * (1.0 / tl.load(grad_scale))
-            v = dense_variance(entry, setting, t, unscaled, rows, cols, m, n, ALIGNED)
-            x = g * factor * tl.rsqrt(tl.maximum(v, floor))  # (10)
+            v = dense_variance(entry, setting, t, g, rows, cols, m, n, ALIGNED)
+            roots = tl.rsqrt(tl.maximum(v, floor))
         else:
-            roots = roots_of_variance(entry, k, extremes, mean, rows, cols, m, n, floor)
-            x = g * factor
-            if not whitens:
-                x *= roots  # (10)
+            roots = roots_of_variance(row_pointer, c, root_c, floored, mean, rows, m, floor)
+        x = g * factor
+        if not whitens:
+            x *= roots  # (10)
         y = x
         if KEEPS:
-            momentum = recalled(entry, rows, cols, m, n, STORE, ALIGNED, ROWS_, COLS_)
+            momentum = recalled(kept, scales, rows, cols, m, n, STORE, ALIGNED, ROWS_, COLS_)
             agreement += x * momentum
             power += x * x
             momentum = beta * momentum + (1.0 - beta) * x  # (12)
-            momentum = remembered(entry, momentum, rows, cols, m, n, STORE, ALIGNED, ROWS_, COLS_)
+            momentum = remembered(
+                kept, scales, momentum, rows, cols, m, n, STORE, ALIGNED, ROWS_, COLS_
+            )
             y = momentum * gain + share * x  # (13)
         if whitens:
-            y *= roots * tl.sqrt_rn(mean)
-            o_pointer = address(pointers, entry, 2, O_KIND)
+            y *= roots * root_of_mean
             store_tile(o_pointer, y, rows, cols, m, n, O_KIND, ALIGNED)
         else:
             y = tl.where((rows < m)[:, None] & (cols < n)[None, :], y, 0.0)
             by_row = tl.max(tl.abs(y), axis=1)
             highest = tl.maximum(highest, by_row)
             if not dense:
-                place = row_max + tl.load(entry + ROW_SPACE) + rows
                 bits = by_row.to(tl.int32, bitcast=True)
-                tl.atomic_max(place, bits, mask=rows < m, sem="relaxed")
+                tl.atomic_max(place + rows, bits, mask=rows < m, sem="relaxed")
             if GENERAL:
                 squares += y * y
             if SIGNED:
@@ -1111,7 +1130,10 @@ def apply(
         if FILTERS:
             gain, share = tl.load(scalar + GAIN), tl.load(setting + MIX)
             factor, mean = tl.load(scalar + FACTOR), tl.load(scalar + MEAN)
-        if GENERAL:
+            rows_at, c, root_c, floored = column_roots(entry, k, extremes, mean, cols, n, floor)
+            kept, scales = momentum_places(entry, STORE)
+            o_pointer = address(pointers, entry, 2, O_KIND)
+        elif GENERAL:
             divisor = row_scale(entry, setting, k, extremes, row_sum_var, flags)
             floored = is_floored(setting, k, extremes, divisor)
             row_pointer = tl.load(entry + ROW_VAR).to(tl.pointer_type(tl.float32))
@@ -1130,17 +1152,18 @@ def apply(
                 store_tile(tl.load(entry + COL_VAR), v, rows, cols, m, n, tl.float32, ALIGNED)
             if FILTERS:  # y of (13) once more, or O
                 if whitens:
-                    o_pointer = address(pointers, entry, 2, O_KIND)
                     u = load_tile(o_pointer, rows, cols, m, n, O_KIND, ALIGNED)
                 else:
                     if dense:
                         u *= factor * tl.rsqrt(tl.maximum(v, floor))
                     else:
                         u *= factor * roots_of_variance(
-                            entry, k, extremes, mean, rows, cols, m, n, floor
+                            rows_at, c, root_c, floored, mean, rows, m, floor
                         )
                     if KEEPS:
-                        stored = recalled(entry, rows, cols, m, n, STORE, ALIGNED, ROWS_, COLS_)
+                        stored = recalled(
+                            kept, scales, rows, cols, m, n, STORE, ALIGNED, ROWS_, COLS_
+                        )
                         u = stored * gain + share * u
             move = tl.where(u > 0.0, size, tl.where(u < 0.0, -size, 0.0))  # (9)
             if FILTERS:
