@@ -76,6 +76,17 @@ MOMENTUM_RUNS: dict[str, dict[str, Any]] = {
     "factored fp32": {"momentum": 0.9, "momentum_dtype": "fp32", "direction": "factored"},
 }
 
+# What may be set beside them.
+MOMENTUM_VARIANTS: dict[str, dict[str, Any]] = {
+    "maximize": {"maximize": True},
+    "small d": {"d": 0.2},
+    "large eps": {"eps": (0.05, 0.5)},
+    "no eps": {"eps": (0.0, 1e-3)},
+    "vectors by update": {"vector_direction": "update"},
+    "decay by step size": {"decay_by": "step_size", "weight_decay": 0.3},
+    "bounds": {"kappa_bounds": (0.1, 0.6), "min_lr": 0.1, "eps_rms": 0.1},
+}
+
 STEPS = 12
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import oracle
@@ -19,6 +21,7 @@ from cases import (
     DIRECTIONS,
     LONG_ROWS,
     MOMENTA,
+    MOMENTUM_VARIANTS,
     SHAPES,
     STORES,
     Problem,
@@ -56,7 +59,7 @@ def step_of_codes(state: dict[str, Tensor]) -> Any:
 
 def compare_steps(case: Problem, settings: dict[str, Any], what: str) -> None:
     """Each step of an optimizer with the oracle's step from the same start."""
-    theirs = oracle.settings_of(**settings)
+    theirs = oracle.settings_of(**oracle_names(settings))
     param = torch.nn.Parameter(case.weight.clone())
     optimizer = MaxFactor([param], **settings)
     state = oracle.fresh_state(theirs, tuple(param.shape))
@@ -72,6 +75,18 @@ def compare_steps(case: Problem, settings: dict[str, Any], what: str) -> None:
         compare_state(ours, expected, f"{what}, step {t}")
         compare_param(param, expected, theirs, f"{what}, step {t}")
         state = {key: array(value) for key, value in ours.items()}
+
+
+def oracle_names(settings: dict[str, Any]) -> dict[str, Any]:
+    """The oracle's words for some of our settings."""
+    found = dict(settings)
+    if "kappa_bounds" in found:
+        found["kappa_range"] = found.pop("kappa_bounds")
+    if "vector_direction" in found:
+        found["vector_sign"] = found.pop("vector_direction") == "sign_max"
+    if found.get("decay_by") == "step_size":
+        found["decay_by"] = "alpha"
+    return found
 
 
 def compare_state(ours: dict[str, Tensor], expected: oracle.Snapshot, what: str) -> None:
@@ -140,6 +155,31 @@ def test_oracle(momentum: str, store: str, direction: str, scale: str) -> None:
     settings = settings_for(momentum, store, direction, scale)
     for name, shape in (SHAPES | LONG_ROWS).items():
         compare_steps(problem(shape), settings, f"{name} {shape}")
+
+
+@pytest.mark.parametrize("variant", MOMENTUM_VARIANTS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_other_settings(direction: str, variant: str) -> None:
+    for momentum in ("none", "nesterov", "fam"):
+        settings = settings_for(momentum, "int8", direction, "current")
+        for name, shape in SHAPES.items():
+            what = f"{momentum} {name} {shape}"
+            compare_steps(problem(shape, steps=8), settings | MOMENTUM_VARIANTS[variant], what)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=0, max_size=4).map(tuple),
+    momentum=st.sampled_from(sorted(MOMENTA)),
+    store=st.sampled_from(STORES),
+    direction=st.sampled_from(DIRECTIONS),
+    seed=st.integers(0, 10_000),
+)
+def test_any_shape(
+    shape: tuple[int, ...], momentum: str, store: str, direction: str, seed: int
+) -> None:
+    chosen = settings_for(momentum, store, direction, "initial")
+    compare_steps(problem(shape, steps=5, seed=seed), chosen, f"{shape}")
 
 
 # ------------------------------------------------------------------------------ limit cases
