@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "0-d": (),
@@ -68,7 +69,31 @@ MOMENTA: dict[str, dict[str, Any]] = {
 DIRECTIONS = ["sign_max", "factored", "orthogonal"]
 STORES = ["int8", "bf16", "fp32"]
 
+MOMENTUM_RUNS: dict[str, dict[str, Any]] = {
+    "fam int8": {"momentum": {"warmup": 2}, "scale": "initial"},
+    "bands bf16": {"momentum": {"bands": 4}, "momentum_dtype": "bf16"},
+    "orthogonal": {"momentum": 0.95, "nesterov": True, "direction": "orthogonal"},
+    "factored fp32": {"momentum": 0.9, "momentum_dtype": "fp32", "direction": "factored"},
+}
+
+# What may be set beside them.
+MOMENTUM_VARIANTS: dict[str, dict[str, Any]] = {
+    "maximize": {"maximize": True},
+    "small d": {"d": 0.2},
+    "large eps": {"eps": (0.05, 0.5)},
+    "no eps": {"eps": (0.0, 1e-3)},
+    "vectors by update": {"vector_direction": "update"},
+    "decay by step size": {"decay_by": "step_size", "weight_decay": 0.3},
+    "bounds": {"kappa_bounds": (0.1, 0.6), "min_lr": 0.1, "eps_rms": 0.1},
+}
+
 STEPS = 12
+
+
+def settings_for(momentum: str, store: str, direction: str, scale: str) -> dict[str, Any]:
+    """The arguments of MaxFactor and the oracle."""
+    chosen = MOMENTA[momentum] | {"direction": direction, "scale": scale}
+    return chosen if momentum == "none" else chosen | {"momentum_dtype": store}
 
 
 @contextmanager
@@ -79,6 +104,23 @@ def no_host_sync() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+class NewTensors(TorchDispatchMode):
+    """Records the number of elements of the largest storage that an operation made."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for out in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in self.known:
+                size = out.untyped_storage().nbytes() // out.element_size()
+                self.largest = max(self.largest, size)
+        return result
 
 
 @dataclass

@@ -8,14 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases import MOMENTA, Problem
+from cases import Problem
 from maxfactor import MaxFactor, rule
 from maxfactor.rule import MaxFactorHyper
-
-
-def settings_for(momentum: str, store: str, direction: str, scale: str) -> dict[str, Any]:
-    chosen = MOMENTA[momentum] | {"direction": direction, "scale": scale}
-    return chosen if momentum == "none" else chosen | {"momentum_dtype": store}
 
 
 def compare_with_rule(
@@ -86,14 +81,3 @@ def same_step(
     wrong = int((off > allowed).sum())
     assert wrong <= 0.001 * param.numel() + (2 if tipped else 0), f"parameter {what}: {wrong}"
     assert bool((off <= allowed + 2.0 * alpha).all()), f"parameter {what}"
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "maximize": {"maximize": True},
-    "small d": {"d": 0.2},
-    "large eps": {"eps": (0.05, 0.5)},
-    "no eps": {"eps": (0.0, 1e-3)},
-    "vectors by update": {"vector_direction": "update"},
-    "decay by step size": {"decay_by": "step_size", "weight_decay": 0.3},
-    "bounds": {"kappa_bounds": (0.1, 0.6), "min_lr": 0.1, "eps_rms": 0.1},
-}

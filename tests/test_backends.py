@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from cases import ADAFACTOR_VARIANTS, SHAPES, VARIANTS, no_host_sync, problem
+from cases import ADAFACTOR_VARIANTS, SHAPES, VARIANTS, NewTensors, no_host_sync, problem
 from maxfactor import Adafactor, MaxFactor, recipe, rule
 from maxfactor.backends import foreach, plain
 from maxfactor.hyper import AdafactorHyper, Hyper, MaxFactorHyper
@@ -321,23 +320,6 @@ def test_too_many_in_a_row(backend: str) -> None:
 
 
 # ------------------------------------------------------------------------------- memory
-
-
-class NewTensors(TorchDispatchMode):
-    """Records the number of elements of the largest storage that an operation made."""
-
-    def __init__(self, known: list[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
-        self.largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        for out in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in self.known:
-                size = out.untyped_storage().nbytes() // out.element_size()
-                self.largest = max(self.largest, size)
-        return result
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from maxfactor import Adafactor, AdaptiveSchedule, MaxFactor, recipe
+from maxfactor import FAM, Adafactor, AdaptiveSchedule, MaxFactor, recipe
 
 NAN, INF = math.nan, math.inf
 
@@ -60,6 +60,19 @@ BAD_MAXFACTOR: list[tuple[str, Any, type[Exception], str]] = [
     ("step_rule", "fast", ValueError, "step_rule must be one of 'relative', 'ramp', got 'fast'"),
     ("decay_by", "w", ValueError, "decay_by must be one of"),
     ("vector_direction", "up", ValueError, "vector_direction must be one of"),
+    ("momentum", 1.0, ValueError, r"momentum must lie in \[0, 1\), got 1.0"),
+    ("momentum", -0.1, ValueError, r"momentum must lie in \[0, 1\), got -0.1"),
+    ("momentum", NAN, ValueError, "momentum must lie in"),
+    ("momentum", "0.9", TypeError, r"momentum must be a number, got '0.9' \(str\); convert it"),
+    ("momentum", True, TypeError, "momentum must be a number, got True"),
+    ("momentum", {"beta": 0.9}, ValueError, "FAM has no setting 'beta'; .* beta_min, beta_max"),
+    ("momentum", {"mix": 2.0}, ValueError, r"FAM's mix must lie in \[0, 1\], got 2.0"),
+    ("nesterov", 1, TypeError, "nesterov must be True or False, got 1"),
+    ("nesterov", True, ValueError, "nesterov=True needs a momentum: give one, such as"),
+    ("momentum_dtype", "int4", ValueError, "momentum_dtype must be one of 'int8', 'bf16', 'fp32'"),
+    ("momentum_dtype", torch.int8, ValueError, "momentum_dtype must be one of"),
+    ("direction", "sign", ValueError, "direction must be one of 'sign_max', 'factored', 'orth"),
+    ("scale", None, ValueError, "scale must be one of 'current', 'initial', got None"),
 ]
 BAD_ADAFACTOR: list[tuple[str, Any, type[Exception], str]] = [
     ("clip_threshold", 0.0, ValueError, "clip_threshold must be finite and positive, got 0.0"),
@@ -162,6 +175,90 @@ def test_sparse_gradients(cls: type[Any]) -> None:
 def test_settings_that_contradict_each_other() -> None:
     with pytest.raises(ValueError, match=r"min_lr=0.1 has no meaning with step_rule='ramp'"):
         MaxFactor([parameter()], step_rule="ramp", min_lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"beta_min": 0.9, "beta_max": 0.5}, ValueError, "must not exceed beta_max, got 0.9 and 0"),
+        ({"beta_max": 1.0}, ValueError, r"FAM's beta_max must lie in \[0, 1\), got 1.0"),
+        ({"start": NAN}, ValueError, "FAM's start must lie in"),
+        ({"theta": -0.1}, ValueError, "FAM's theta must lie in"),
+        ({"mix": "1"}, TypeError, "FAM's mix must be a number, got '1'"),
+        ({"warmup": -1}, ValueError, "FAM's warmup must be at least 0, got -1"),
+        ({"warmup": 1.5}, TypeError, "FAM's warmup must be a whole number, got 1.5"),
+        ({"bands": 0}, ValueError, "FAM's bands must be from 1 to 64, got 0"),
+        ({"bands": 65}, ValueError, "FAM's bands must be from 1 to 64, got 65"),
+        ({"bands": True}, TypeError, "FAM's bands must be a whole number, got True"),
+    ],
+)
+def test_fam(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        FAM(**arguments)
+    with pytest.raises(error, match=message):  # as a checkpoint or a configuration file holds it
+        MaxFactor([parameter()], momentum=arguments)
+
+
+def test_nesterov_with_fam() -> None:
+    with pytest.raises(ValueError, match=r"FAM looks ahead by its own mix, so set nesterov=False"):
+        MaxFactor([parameter()], momentum=FAM(), nesterov=True)
+
+
+@pytest.mark.parametrize(
+    "newer", [{"momentum": 0.9}, {"momentum": FAM()}, {"direction": "factored"}]
+)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_norm", False),
+        ("scalar_boost", 2.0),
+        ("clip_threshold", 1.0),
+        ("full_matrix", True),
+        ("step_rule", "ramp"),
+        ("factor", "last"),
+    ],
+)
+def test_switches_of_published_versions(name: str, value: Any, newer: dict[str, Any]) -> None:
+    (other,) = newer
+    with pytest.raises(ValueError, match=rf"{name}={value!r} cannot be combined with {other}=.*; "):
+        MaxFactor([parameter()], **{name: value}, **newer)
+
+
+def test_fused_says_that_it_has_no_momentum() -> None:
+    param = parameter()
+    param.grad = torch.ones(3, 2)
+    optimizer = MaxFactor([("w", param)], momentum=0.9, fused=True)
+    with pytest.raises(RuntimeError, match=r"parameter 'w' has momentum, .*; set fused=False"):
+        optimizer.step()
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"momentum": 0.9}),
+        ({"momentum": 0.9}, {"momentum": None}),
+        ({"momentum": 0.9}, {"momentum_dtype": "fp32"}),
+        ({"momentum": 0.9}, {"momentum": FAM()}),
+        ({"momentum": FAM()}, {"momentum": FAM(bands=2)}),
+        ({}, {"scale": "initial"}),
+    ],
+)
+def test_a_memory_changed_mid_training(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Statistics of another kind are not made up; what needs none may change."""
+    param = parameter()
+    optimizer = MaxFactor([("w", param)], **before)
+    param.grad = torch.ones(3, 2)
+    optimizer.step()
+    old = param.detach().clone()
+    optimizer.param_groups[0].update(after)
+    with pytest.raises(ValueError, match=r"momentum or scale of parameter 'w' was changed after"):
+        optimizer.step()
+    assert torch.equal(param, old)
+    optimizer.param_groups[0].update({**MaxFactor([param], **before).param_groups[0]})
+    optimizer.param_groups[0]["direction"] = "factored"
+    optimizer.step()
+    assert not torch.equal(param, old)
 
 
 @pytest.mark.parametrize("name", ["0.4", "", "adam", None, 0.2])

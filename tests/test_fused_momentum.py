@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from cases import no_host_sync, problem
-from comparison import VARIANTS, compare_with_rule, settings_for
+from cases import MOMENTUM_VARIANTS, no_host_sync, problem, settings_for
+from comparison import compare_with_rule
 from maxfactor import FAM, MaxFactor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,11 +43,11 @@ def test_equals_the_rule(momentum: str, store: str, direction: str, scale: str) 
     compare_with_rule(settings_for(momentum, store, direction, scale), cases, "fused", DEVICE)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", MOMENTUM_VARIANTS)
 def test_other_settings(variant: str) -> None:
     cases = [problem(shape, steps=3, seed=i) for i, shape in enumerate(SHAPES[:5])]
     for momentum, direction in (("nesterov", "sign_max"), ("fam", "factored")):
-        settings = settings_for(momentum, "fp32", direction, "current") | VARIANTS[variant]
+        settings = settings_for(momentum, "fp32", direction, "current") | MOMENTUM_VARIANTS[variant]
         compare_with_rule(settings, cases, "fused", DEVICE)
 
 

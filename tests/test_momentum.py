@@ -12,13 +12,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import oracle
-from cases import DIRECTIONS, LONG_ROWS, MOMENTA, SHAPES, STORES, Problem, problem
-from comparison import VARIANTS, compare_with_rule, settings_for
-from maxfactor import MaxFactor
-from maxfactor.backends import foreach, plain
+from cases import (
+    DIRECTIONS,
+    LONG_ROWS,
+    MOMENTA,
+    MOMENTUM_VARIANTS,
+    SHAPES,
+    STORES,
+    Problem,
+    problem,
+    settings_for,
+)
+from maxfactor import FAM, MaxFactor, rule
+from maxfactor.fam import band_index, band_members, from_bands, to_bands
+from maxfactor.orthogonal import orthogonal
+from maxfactor.quantize import dequantized, quantized
+from maxfactor.rule import MaxFactorHyper
 
 HALF_BF16 = 2.0**-8  # half the spacing of bfloat16, relative
 
@@ -45,7 +59,7 @@ def step_of_codes(state: dict[str, Tensor]) -> Any:
 
 def compare_steps(case: Problem, settings: dict[str, Any], what: str) -> None:
     """Each step of an optimizer with the oracle's step from the same start."""
-    theirs = oracle.settings_of(**settings)
+    theirs = oracle.settings_of(**oracle_names(settings))
     param = torch.nn.Parameter(case.weight.clone())
     optimizer = MaxFactor([param], **settings)
     state = oracle.fresh_state(theirs, tuple(param.shape))
@@ -63,6 +77,18 @@ def compare_steps(case: Problem, settings: dict[str, Any], what: str) -> None:
         state = {key: array(value) for key, value in ours.items()}
 
 
+def oracle_names(settings: dict[str, Any]) -> dict[str, Any]:
+    """The oracle's words for some of our settings."""
+    found = dict(settings)
+    if "kappa_bounds" in found:
+        found["kappa_range"] = found.pop("kappa_bounds")
+    if "vector_direction" in found:
+        found["vector_sign"] = found.pop("vector_direction") == "sign_max"
+    if found.get("decay_by") == "step_size":
+        found["decay_by"] = "alpha"
+    return found
+
+
 def compare_state(ours: dict[str, Tensor], expected: oracle.Snapshot, what: str) -> None:
     assert set(ours) == set(expected.state), what
     for key, value in expected.state.items():
@@ -73,10 +99,10 @@ def compare_state(ours: dict[str, Tensor], expected: oracle.Snapshot, what: str)
             # Products of either sign cancel in A; P is what they are small beside.
             size = np.stack([np.maximum(np.abs(value[0]), value[1]), value[1], value[2]])
             off = np.abs(array(ours[key]) - value)
-            np.testing.assert_array_less(off, 1e-5 * size + 1e-30, err_msg=f"{key}, {what}")
+            allowed = 1e-5 * size + 1e-7 * size.max() + 1e-30  # a band may cancel as a whole
+            np.testing.assert_array_less(off, allowed, err_msg=f"{key}, {what}")
         else:
-            # Old and new may cancel in a momentum.
-            atol = 3e-6 * value.max(initial=1e-30) if key == "momentum_scale" else 1e-37
+            atol = 3e-6 * value.max(initial=1e-3) if key == "momentum_scale" else 1e-37
             np.testing.assert_allclose(
                 array(ours[key]), value, rtol=2e-6, atol=atol, err_msg=f"{key}, {what}"
             )
@@ -88,7 +114,8 @@ def compare_momentum(ours: dict[str, Tensor], expected: oracle.Snapshot, what: s
     if wanted is None:  # an empty parameter
         assert ours["momentum"].numel() == 0
         return
-    noise = 3e-6 * np.abs(wanted).max(initial=1e-30)
+    # Old and new may cancel, and x is of the order of 1.
+    noise = 3e-6 * np.abs(wanted).max(initial=1e-30) + 2e-7
     off = np.abs(decoded(ours) - wanted)
     if ours["momentum"].dtype == torch.float32:
         allowed = noise + 0.0 * off
@@ -98,7 +125,7 @@ def compare_momentum(ours: dict[str, Tensor], expected: oracle.Snapshot, what: s
         assert ours["momentum"].dtype == torch.int8
         allowed = 0.5 * step_of_codes(ours) + noise
         codes = ours["momentum"].abs().amax()
-        assert codes == (127 if np.abs(wanted).max() > 0 else 0), what  # all eight bits in use
+        assert codes == 127 or np.abs(wanted).max() < 1e-6, what  # all eight bits in use
     np.testing.assert_array_less(off, allowed + 1e-37, err_msg=f"momentum, {what}")
 
 
@@ -131,57 +158,168 @@ def test_oracle(momentum: str, store: str, direction: str, scale: str) -> None:
         compare_steps(problem(shape), settings, f"{name} {shape}")
 
 
-# ------------------------------------------------------------------------------- backends
-
-BACKENDS = ["plain", "blocks", "foreach"]
-LARGE = [(700, 333), (3, 70_000), (40, 30, 90), (70_001,)]
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both backends, and plain once more with every matrix, however small, in several blocks."""
-    if request.param == "blocks":
-        monkeypatch.setattr(plain, "CPU_BLOCK", 50)
-    return str(request.param)
-
-
+@pytest.mark.parametrize("variant", MOMENTUM_VARIANTS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("momentum", MOMENTA)
-def test_backends(momentum: str, direction: str, backend: str) -> None:
-    shapes = [*SHAPES.values(), *LONG_ROWS.values(), (9,), (7, 31)]
-    cases = [problem(shape, steps=8, seed=i) for i, shape in enumerate(shapes)]
-    for store in ["int8"] if momentum == "none" else STORES:
-        for scale in ("current", "initial"):
-            compare_with_rule(settings_for(momentum, store, direction, scale), cases, backend)
-
-
-@pytest.mark.parametrize("kind", ["plain", "foreach"])
-@pytest.mark.parametrize("direction", ["sign_max", "factored"])
-@pytest.mark.parametrize("momentum", ["nesterov", "fam", "bands"])
-def test_large_matrices_in_blocks(
-    momentum: str, direction: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plain, "CPU_BLOCK", 20_000)
-    monkeypatch.setattr(foreach, "CHUNK", 100_000)
-    cases = [problem(shape, steps=5, seed=i) for i, shape in enumerate(LARGE)]
-    compare_with_rule(settings_for(momentum, "int8", direction, "current"), cases, kind)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_other_settings(direction: str, variant: str, backend: str) -> None:
-    cases = [problem(shape, steps=8) for shape in [*SHAPES.values(), *LONG_ROWS.values()]]
+def test_other_settings(direction: str, variant: str) -> None:
     for momentum in ("none", "nesterov", "fam"):
-        settings = settings_for(momentum, "fp32", direction, "current") | VARIANTS[variant]
-        compare_with_rule(settings, cases, backend)
+        settings = settings_for(momentum, "int8", direction, "current")
+        for name, shape in SHAPES.items():
+            what = f"{momentum} {name} {shape}"
+            compare_steps(problem(shape, steps=8), settings | MOMENTUM_VARIANTS[variant], what)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@settings(max_examples=60, deadline=None, derandomize=True)  # a sign at 0 is anybody's guess
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=0, max_size=4).map(tuple),
+    momentum=st.sampled_from(sorted(MOMENTA)),
+    store=st.sampled_from(STORES),
+    direction=st.sampled_from(DIRECTIONS),
+    seed=st.integers(0, 10_000),
+)
+def test_any_shape(
+    shape: tuple[int, ...], momentum: str, store: str, direction: str, seed: int
+) -> None:
+    chosen = settings_for(momentum, store, direction, "initial")
+    compare_steps(problem(shape, steps=5, seed=seed), chosen, f"{shape}")
+
+
+# ------------------------------------------------------------------------------ limit cases
+
+
+def final(settings: dict[str, Any], shape: tuple[int, ...], steps: int = 8) -> Tensor:
+    """The weight after a few steps, with a float32 momentum."""
+    case = problem(shape, steps=steps)
+    hyper = MaxFactorHyper(**settings, momentum_dtype="fp32")
+    weight, state = case.weight, rule.init_state(case.weight, hyper)
+    for grad in case.grads:
+        weight, state, _ = rule.step(weight, grad, state, hyper)
+    return weight
+
+
+@pytest.mark.parametrize("shape", [(31, 7), (5, 130), (9,)])
+@pytest.mark.parametrize("direction", ["sign_max", "orthogonal"])
+def test_no_memory_is_no_momentum(direction: str, shape: tuple[int, ...]) -> None:
+    """Where the update is scaled anyway; "factored" moves by x, which (10) has clipped."""
+    without = final({"direction": direction}, shape)
+    with_zero = final({"direction": direction, "momentum": 0.0}, shape)
+    torch.testing.assert_close(with_zero, without, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", [(31, 7), (5, 130), (9,)])
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_other_dtypes(direction: str, dtype: torch.dtype, backend: str) -> None:
-    """Parameters of another precision; the memories keep their own."""
-    shapes = [(31, 7), (5, 130), (9,), (), (6, 40, 3)]
-    cases = [problem(shape, dtype=dtype, steps=6) for shape in shapes]
-    for momentum in ("nesterov", "fam"):
-        settings = settings_for(momentum, "int8", direction, "initial") | {"seed": 5}
-        compare_with_rule(settings, cases, backend)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_fam_between_equal_bounds_is_fixed(
+    nesterov: bool, direction: str, shape: tuple[int, ...]
+) -> None:
+    fam = FAM(beta_min=0.8, beta_max=0.8, start=0.8, warmup=2, mix=0.2 if nesterov else 0.0)
+    adaptive = final({"momentum": fam, "direction": direction}, shape)
+    fixed = final({"momentum": 0.8, "nesterov": nesterov, "direction": direction}, shape)
+    torch.testing.assert_close(adaptive, fixed, rtol=1e-5, atol=2e-6)
+
+
+def test_equal_bands_are_one_band() -> None:
+    """The transform alone changes nothing, where all bands have one memory."""
+    same = {"beta_min": 0.8, "beta_max": 0.8, "start": 0.8}
+    one = final({"momentum": same, "direction": "factored"}, (5, 130))
+    eight = final({"momentum": {**same, "bands": 8}, "direction": "factored"}, (5, 130))
+    torch.testing.assert_close(eight, one, rtol=1e-5, atol=2e-6)
+
+
+def test_factored_is_adafactor() -> None:
+    """Without momentum, decay and floors it is Adafactor with a relative step."""
+    case = problem((31, 7), steps=8)
+    ours = final(
+        {"direction": "factored", "weight_decay": 0.0, "lr": 0.01, "mean_eps": 0.0}, (31, 7)
+    )
+    hyper = rule.AdafactorHyper()
+    weight, state = case.weight, rule.init_state(case.weight, hyper)
+    for grad in case.grads:
+        weight, state, _ = rule.step(weight, grad, state, hyper)
+    torch.testing.assert_close(ours, weight, rtol=1e-5, atol=1e-6)
+
+
+def test_a_steady_gradient_is_remembered_least() -> None:
+    """Coherence near 1 for a gradient that repeats, near 0 for noise."""
+    betas = {}
+    for name in ("steady", "noise"):
+        torch.manual_seed(0)
+        param, steady = torch.nn.Parameter(torch.randn(16, 70)), torch.randn(16, 70)
+        optimizer = MaxFactor([("w", param)], momentum=FAM())
+        for _ in range(200):
+            param.grad = steady.clone() if name == "steady" else torch.randn(16, 70)
+            optimizer.step()
+        found = optimizer.spectrum()["w"]
+        betas[name] = found.beta.item()
+        assert found.rho.item() == pytest.approx(1.0 if name == "steady" else 0.0, abs=0.1)
+        assert found.power.item() == pytest.approx(1.0, rel=0.1)
+    assert betas["steady"] == 0.5
+    assert betas["noise"] > 0.9
+
+
+def test_initial_scale_stops_growth() -> None:
+    """A weight that is pushed one way grows by its own size, or by its first size only."""
+    sizes = {}
+    for scale in ("current", "initial"):
+        param = torch.nn.Parameter(torch.ones(4, 4))
+        optimizer = MaxFactor([param], lr=0.1, weight_decay=0.0, scale=scale)
+        for _ in range(60):
+            param.grad = -torch.ones(4, 4)
+            optimizer.step()
+        sizes[scale] = param.mean().item()
+    assert sizes["initial"] == pytest.approx(1.0 + 0.1 * 60, rel=1e-5)
+    assert sizes["current"] == pytest.approx(1.1**60, rel=1e-4)
+
+
+# -------------------------------------------------------------------------------- the pieces
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (8, 40), (40, 8), (3, 5, 20), (1, 6), (6, 1), (1, 1)])
+def test_orthogonal(shape: tuple[int, ...]) -> None:
+    y = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    o = orthogonal(y)
+    assert o.shape == y.shape
+    for one, source in zip(o.reshape(-1, *shape[-2:]), y.reshape(-1, *shape[-2:]), strict=True):
+        assert one.square().mean().item() == pytest.approx(1.0, rel=1e-5)
+        values = torch.linalg.svdvals(one)
+        assert values.max() / values.min() < 2.0
+        assert (one * source).sum() > 0  # the same direction
+        torch.testing.assert_close(orthogonal(3e20 * source), one, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(orthogonal(3e-30 * source), one, rtol=1e-3, atol=1e-3)
+
+
+def test_orthogonal_of_zeros() -> None:
+    assert torch.equal(orthogonal(torch.zeros(2, 5, 3)), torch.zeros(2, 5, 3))
+
+
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 128, 200])
+def test_quantized(n: int) -> None:
+    values = torch.randn(5, n) * torch.logspace(-20, 10, 5).unsqueeze(1)
+    values[2] = 0.0
+    codes, scales = quantized(values)
+    assert codes.dtype == torch.int8
+    assert scales.shape == (5, math.ceil(n / 64))
+    off = (dequantized(codes, scales) - values).abs()
+    wide = scales.repeat_interleave(64, dim=1)[:, :n]
+    assert bool((off <= 0.5001 * wide).all())
+    assert codes.abs().amax(dim=1).tolist() == [127, 127, 0, 127, 127]
+    again = quantized(dequantized(codes, scales))  # what was stored can be stored
+    assert torch.equal(again.codes, codes)
+    batch = quantized(values.expand(3, 5, n).clone())
+    assert torch.equal(batch.codes[1], codes)
+
+
+def test_quantized_rounds_to_even() -> None:
+    values = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5]])
+    assert quantized(values).codes.tolist() == [[127, 0, 2, 2, 0, -2]]
+
+
+@pytest.mark.parametrize("n", [1, 7, 63, 64, 65, 130])
+def test_transform(n: int) -> None:
+    x = torch.randn(3, 5, n)
+    expected = torch.from_numpy(array(x) @ oracle.dct_matrix(n).T).float()
+    torch.testing.assert_close(to_bands(x), expected, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(from_bands(to_bands(x)), x, rtol=1e-5, atol=2e-6)
+    for bands in (1, 2, 8, 64):
+        index = band_index(n, bands, x.device)
+        assert index.tolist() == oracle.band_of_columns(n, bands).tolist()
+        assert bool((band_members(n, bands, x.device).sum(dim=1) == 1).all())

@@ -1,0 +1,294 @@
+"""Every backend leaves what the rule leaves with momentum, and in every direction."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import (
+    DIRECTIONS,
+    LONG_ROWS,
+    MOMENTA,
+    MOMENTUM_RUNS,
+    MOMENTUM_VARIANTS,
+    SHAPES,
+    NewTensors,
+    no_host_sync,
+    problem,
+    settings_for,
+)
+from comparison import compare_with_rule
+from maxfactor import FAM, MaxFactor, rule
+from maxfactor.backends import filtered, foreach, matrix, plain, stack, tasks
+from maxfactor.rule import MaxFactorHyper
+from maxfactor.work import Work
+
+BACKENDS = ["plain", "blocks", "foreach"]
+LARGE = [(700, 333), (3, 70_000), (40, 30, 90), (70_001,)]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both backends, and plain once more with every matrix, however small, in several blocks."""
+    if request.param == "blocks":
+        monkeypatch.setattr(plain, "CPU_BLOCK", 50)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("momentum", MOMENTA)
+def test_backends(momentum: str, direction: str, backend: str) -> None:
+    shapes = [*SHAPES.values(), *LONG_ROWS.values(), (9,), (7, 31)]
+    cases = [problem(shape, steps=8, seed=i) for i, shape in enumerate(shapes)]
+    for store, scale in [("int8", "current"), ("bf16", "initial"), ("fp32", "current")]:
+        compare_with_rule(settings_for(momentum, store, direction, scale), cases, backend)
+
+
+@pytest.mark.parametrize("kind", ["plain", "foreach"])
+@pytest.mark.parametrize("direction", ["sign_max", "factored"])
+@pytest.mark.parametrize("momentum", ["nesterov", "fam", "bands"])
+def test_large_matrices_in_blocks(
+    momentum: str, direction: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain, "CPU_BLOCK", 20_000)
+    monkeypatch.setattr(foreach, "CHUNK", 100_000)
+    cases = [problem(shape, steps=5, seed=i) for i, shape in enumerate(LARGE)]
+    compare_with_rule(settings_for(momentum, "int8", direction, "current"), cases, kind)
+
+
+@pytest.mark.parametrize("variant", MOMENTUM_VARIANTS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_other_settings(direction: str, variant: str, backend: str) -> None:
+    cases = [problem(shape, steps=8) for shape in [*SHAPES.values(), *LONG_ROWS.values()]]
+    for momentum in ("none", "fam"):
+        settings = settings_for(momentum, "fp32", direction, "current") | MOMENTUM_VARIANTS[variant]
+        compare_with_rule(settings, cases, backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_other_dtypes(direction: str, dtype: torch.dtype, backend: str) -> None:
+    """Parameters of another precision; the memories keep their own."""
+    shapes = [(31, 7), (5, 130), (9,), (), (6, 40, 3)]
+    cases = [problem(shape, dtype=dtype, steps=6) for shape in shapes]
+    for momentum in ("nesterov", "fam"):
+        settings = settings_for(momentum, "int8", direction, "initial") | {"seed": 5}
+        compare_with_rule(settings, cases, backend)
+
+
+def test_without_reading_the_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs where step and lr are on a device: every number stays a tensor."""
+    for module in (rule, tasks, stack, matrix, filtered):
+        monkeypatch.setattr(module, "host_scalar", lambda x: x)
+    monkeypatch.setattr(foreach, "CHUNK", 400)
+    shapes = [*SHAPES.values(), *LONG_ROWS.values(), (31, 7)]
+    cases = [problem(shape, steps=6, seed=i) for i, shape in enumerate(shapes)]
+    for momentum, store in [("nesterov", "int8"), ("fam", "bf16"), ("bands", "int8")]:
+        for direction in DIRECTIONS:
+            settings = settings_for(momentum, store, direction, "initial")
+            compare_with_rule(settings | {"lr": torch.tensor(0.01)}, cases, "foreach")
+
+
+def test_counters_that_differ(backend: str) -> None:
+    """Parameters of one shape that have taken different numbers of steps."""
+    settings: dict[str, Any] = {"momentum": FAM(warmup=2), "scale": "initial"}
+    hyper = MaxFactorHyper(**settings)
+    cases = [problem((6, 5), steps=6, seed=seed) for seed in range(3)]
+    params: list[Tensor] = [torch.nn.Parameter(case.weight.clone()) for case in cases]
+    optimizer = MaxFactor(params, foreach=backend == "foreach", fused=False, **settings)
+    expected = [(case.weight, rule.init_state(case.weight, hyper)) for case in cases]
+    for t in range(6):
+        for i, case in enumerate(cases):
+            params[i].grad = None if t == 1 + i else case.grads[t].clone()
+            if t != 1 + i:
+                expected[i] = rule.step(expected[i][0], case.grads[t], expected[i][1], hyper)[:2]
+        optimizer.step()
+    for param, (weight, state) in zip(params, expected, strict=True):
+        torch.testing.assert_close(param.detach(), weight, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(optimizer.state[param]["initial_rms"], state["initial_rms"])
+
+
+@pytest.mark.parametrize("direction", ["sign_max", "factored"])
+@pytest.mark.parametrize("momentum", ["nesterov", "fam", "bands"])
+def test_no_temporary_of_the_parameters_size(momentum: str, direction: str) -> None:
+    param = torch.nn.Parameter(torch.randn(2048, 1024))
+    param.grad = torch.randn(2048, 1024)
+    settings = settings_for(momentum, "int8", direction, "current")
+    optimizer = MaxFactor([param], foreach=False, fused=False, **settings)
+    optimizer.step()
+    with NewTensors([param, param.grad, *optimizer.state[param].values()]) as record:
+        optimizer.step()
+    assert 0 < record.largest <= plain.block_size(param.device) <= param.numel() // 4
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_gradient_that_is_not_finite_changes_nothing(direction: str, backend: str) -> None:
+    settings = settings_for("fam", "int8", direction, "initial")
+    cases = [problem(shape, seed=i) for i, shape in enumerate([(8, 5), (5, 130), (9,)])]
+    params: list[Tensor] = [torch.nn.Parameter(case.weight.clone()) for case in cases]
+    optimizer = MaxFactor(params, foreach=backend == "foreach", fused=False, **settings)
+    for t in (0, 1):
+        for param, case in zip(params, cases, strict=True):
+            param.grad = case.grads[t].clone()
+        if t == 1:
+            before = [x.clone() for p in params for x in (p.detach(), *optimizer.state[p].values())]
+            for bad in params:
+                assert bad.grad is not None
+                bad.grad.view(-1)[3] = math.nan
+                optimizer.step()
+                bad.grad.view(-1)[3] = 1e25  # its square is not finite
+                optimizer.step()
+                bad.grad.view(-1)[3] = 0.0
+            after = [x for p in params for x in (p.detach(), *optimizer.state[p].values())]
+            assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+            assert optimizer.skipped == 6
+        optimizer.step()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("momentum", MOMENTA)
+def test_zero_rate_and_zero_gradient(momentum: str, direction: str, backend: str) -> None:
+    """A rate of 0 changes no weight; gradients of 0 before any other leave decay alone."""
+    settings = settings_for(momentum, "int8", direction, "current") | {"weight_decay": 0.5}
+    for shape in [*SHAPES.values(), (5, 130)]:
+        case = problem(shape, steps=2)
+        param = torch.nn.Parameter(case.weight.clone())
+        optimizer = MaxFactor([param], foreach=backend == "foreach", lr=0.1, **settings)
+        param.grad = torch.zeros(shape)
+        for _ in range(2):
+            optimizer.step()
+        torch.testing.assert_close(param.detach(), case.weight * 0.95**2)
+        optimizer.param_groups[0]["lr"] = 0.0
+        before = param.detach().clone()
+        param.grad = case.grads[0].clone()
+        optimizer.step()
+        assert torch.equal(param, before)
+        assert all(bool(value.isfinite().all()) for value in optimizer.state[param].values())
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-15, 1e15])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_ranges(direction: str, scale: float, backend: str) -> None:
+    """Gradients so small that the floors act, or so large that a product would overflow."""
+    for momentum in MOMENTA:
+        for shape in [(31, 7), (5, 130), (9,)]:
+            case = problem(shape, steps=8, scale=scale)
+            param = torch.nn.Parameter(case.weight.clone())
+            settings = settings_for(momentum, "int8", direction, "current")
+            optimizer = MaxFactor([param], foreach=backend == "foreach", **settings)
+            for grad in case.grads:
+                param.grad = grad
+                optimizer.step()
+            moved = (param.detach() - case.weight).abs().max() / case.weight.abs().max()
+            assert 0.0 < moved < 0.5 or scale == 1e-30, f"{momentum} {shape} {moved}"
+            assert bool(param.isfinite().all())
+            state = optimizer.state[param].values()
+            assert all(bool(value.isfinite().all()) for value in state)
+
+
+def test_non_contiguous(backend: str) -> None:
+    """A transposed parameter with strided gradients is the same matrix."""
+    case = problem((31, 70), steps=5)
+    for direction in DIRECTIONS:
+        settings = settings_for("fam", "int8", direction, "current")
+        straight = torch.nn.Parameter(case.weight.clone())
+        strided = torch.nn.Parameter(case.weight.t().contiguous().t())
+        assert not strided.is_contiguous()
+        for param in (straight, strided):
+            optimizer = MaxFactor([param], foreach=backend == "foreach", **settings)
+            for grad in case.grads:
+                param.grad = grad.t().contiguous().t() if param is strided else grad
+                optimizer.step()
+            assert optimizer.state[param]["momentum"].is_contiguous()
+        off = (straight - strided).abs()
+        assert (off > 1e-6).sum() <= 2  # on the edge of rounding
+
+
+def test_state_stays_where_it_is(backend: str) -> None:
+    """A checkpoint, a graph or another process may hold the tensors."""
+    params: list[Tensor] = [torch.nn.Parameter(problem(s).weight) for s in SHAPES.values()]
+    settings = settings_for("fam", "int8", "sign_max", "initial")
+    optimizer = MaxFactor(params, foreach=backend == "foreach", **settings)
+    places = []
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.randn(param.shape)
+        optimizer.step()
+        tensors = [x for param in params for x in (param, *optimizer.state[param].values())]
+        places.append([(id(x), x.data_ptr()) for x in tensors])
+    assert places[0] == places[1] == places[2]
+
+
+# ---------------------------------------------------------------------------- on a real GPU
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("step_on_device", [False, True])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("momentum", ["none", "nesterov", "fam", "bands"])
+def test_cuda(
+    momentum: str, direction: str, step_on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rule's own step on the device, without a wait for it."""
+    monkeypatch.setattr(foreach, "CHUNK", 100_000)
+    hyper = MaxFactorHyper(**settings_for(momentum, "int8", direction, "initial"))
+    shapes = [*SHAPES.values(), *LONG_ROWS.values(), (300, 777), (64, 64), (64, 64)]
+    cases = [problem(shape, steps=5) for shape in shapes]
+    params = [case.weight.cuda() for case in cases]
+    states = [rule.init_state(p, hyper, step_on_device=step_on_device) for p in params]
+    for t in range(5):
+        grads = [case.grads[t].cuda() for case in cases]
+        triples = list(zip(params, grads, states, strict=True))
+        expected = [rule.step(p, g, s, hyper) for p, g, s in triples]
+        works = [Work(name="w", param=p, grad=g, state=s, hyper=hyper) for p, g, s in triples]
+        with no_host_sync():
+            foreach.step(works, check=False)
+        for work, result in zip(works, expected, strict=True):
+            alpha = float(result.step_size)
+            off = (work.param - result.param).abs()
+            # In bfloat16 a product of a batch may round otherwise than one alone.
+            noise = 0.1 if direction == "orthogonal" else 2e-5
+            wrong = off > 1e-6 * result.param.abs().max().clamp(min=1e-30) + noise * alpha
+            assert int(wrong.sum()) <= 0.02 * off.numel() + 2 if off.numel() else True
+            assert torch.equal(work.state["step"], result.state["step"])
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("run", MOMENTUM_RUNS)
+def test_cuda_graph(run: str) -> None:
+    """Captured once and replayed, the step counts and remembers as it does without a graph."""
+    weights = [torch.randn(shape, device="cuda") for shape in [(96, 130), (96, 130), (70,)]]
+    grads = [[torch.randn_like(w) for w in weights] for _ in range(6)]
+    results = []
+    for captured in (False, True):
+        params: list[Tensor] = [torch.nn.Parameter(w.clone()) for w in weights]
+        optimizer = MaxFactor(
+            params, foreach=True, capturable=True, nonfinite="ignore", seed=1, **MOMENTUM_RUNS[run]
+        )
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        graph = None
+        for t in range(6):
+            for param, grad in zip(params, grads[t], strict=True):
+                assert param.grad is not None
+                param.grad.copy_(grad)
+            if not captured or t < 2:
+                optimizer.step()
+                continue
+            if graph is None:
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    optimizer.step()
+            graph.replay()
+        results.append(params)
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
