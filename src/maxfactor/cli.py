@@ -51,6 +51,7 @@ def train(
         str | None, typer.Option(help="the same, for validation [1 in 20 of --data]")
     ] = None,
     utterances: Annotated[int | None, typer.Option(help="how many to synthesise")] = None,
+    validation_utterances: Annotated[int | None, typer.Option(help="the same [256]")] = None,
     model: Annotated[
         str | None, typer.Option(help="nano (default), tiny, base, or a model's folder")
     ] = None,
@@ -98,6 +99,7 @@ def train(
         "data": data,
         "validation": validation,
         "utterances": utterances,
+        "validation_utterances": validation_utterances,
         "model": model,
         "optimizer": optimizer,
         "lr": lr,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 # Rates for models of these sizes that start from random weights.
-PEERS = {"adamw": 2e-3, "adafactor": 4e-2, "muon": 2e-2, "lion": 3e-4}
+PEERS = {"adamw": 1e-3, "adafactor": 4e-2, "muon": 2e-2, "lion": 3e-4}
 REST_OF_MUON = 0.1  # AdamW's rate for what Muon leaves out, as a share of Muon's
 CLIP = 1.0  # the norm that peers' gradients are clipped to; ours bound the step themselves
 
