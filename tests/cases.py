@@ -55,6 +55,19 @@ ADAFACTOR_VARIANTS: dict[str, dict[str, Any]] = {
     "default eps": {"eps": (None, 1e-3)},
 }
 
+# Rows longer than a block of 64 values: a tail of its own, whole blocks only, and a convolution.
+LONG_ROWS: dict[str, tuple[int, ...]] = {"tail": (5, 130), "whole": (3, 128), "conv": (6, 40, 3)}
+
+MOMENTA: dict[str, dict[str, Any]] = {
+    "none": {},
+    "ema": {"momentum": 0.9},
+    "nesterov": {"momentum": 0.8, "nesterov": True},
+    "fam": {"momentum": {"warmup": 3, "theta": 0.8}},
+    "bands": {"momentum": {"warmup": 3, "theta": 0.8, "bands": 8, "mix": 0.2}},
+}
+DIRECTIONS = ["sign_max", "factored", "orthogonal"]
+STORES = ["int8", "bf16", "fp32"]
+
 STEPS = 12
 
 

@@ -1,4 +1,4 @@
-"""Float64 NumPy oracle of MaxFactor and Adafactor.
+"""Float64 NumPy oracle of MaxFactor, with momentum and without, and of Adafactor.
 
 Written from the equations; imports nothing from the package. Tags such as `# (5)` are the
 equation numbers of the design. Nothing here works in place, so every snapshot stays as it was.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,19 @@ State = dict[str, Array]
 Rate = float | Sequence[float]  # one value, or one per step
 
 FLOAT32_EPS = 2.0**-23  # what eps1 = None stands for
+FLOAT32_TINY = 2.0**-126  # the smallest divisor
+BLOCK = 64  # values that share an int8 scale, and the length of a DCT
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+
+FAM: dict[str, Any] = {
+    "beta_min": 0.5,
+    "beta_max": 0.98,
+    "start": 0.9,
+    "warmup": 20,
+    "theta": 0.98,
+    "mix": 0.05,
+    "bands": 1,
+}
 
 _COMMON: dict[str, object] = {
     "lr": 0.01,
@@ -38,6 +52,11 @@ _COMMON: dict[str, object] = {
     "clip_threshold": 0.0,  # 0 = off
     "vector_sign": True,  # (9'): sign(U) * max|U|, else U
     "scalar_boost": None,
+    "momentum": None,  # a number, or FAM's settings as a dict
+    "nesterov": False,
+    "momentum_dtype": "int8",
+    "direction": "sign_max",
+    "scale": "current",
 }
 
 # mean_eps is the e of "divides by n + e" in (5); "eps1" means: that value. Version 0.1 has
@@ -63,9 +82,10 @@ class Snapshot:
     """What one step leaves behind, and the tensor and step size it moved by."""
 
     param: Array
-    state: State  # "step", and "row_var" with "col_var", or "variance"
+    state: State  # "step", and "row_var" with "col_var", or "variance"; and what momentum needs
     update: Array  # U after (7) and the clip, before the sign; Adafactor: the clipped u
     step_size: float  # alpha of (3); Adafactor: lr_t
+    momentum: Array | None = None  # M of (12) before it is stored
 
 
 @dataclass(frozen=True)
@@ -91,6 +111,11 @@ class Rule:
     clip_threshold: float
     vector_sign: bool
     scalar_boost: float | None
+    momentum: float | dict[str, Any] | None
+    nesterov: bool
+    momentum_dtype: str
+    direction: str
+    scale: str
 
     @property
     def eps1(self) -> float:
@@ -116,31 +141,79 @@ def maxfactor(
     weight: ArrayLike, grads: Sequence[ArrayLike], version: str = "1.0", **overrides: object
 ) -> list[Snapshot]:
     """Run MaxFactor over `grads`, one step each, from a fresh state."""
-    settings: dict[str, Any] = {**VERSIONS[version], **overrides}
-    rule = Rule(**settings)
+    rule = settings_of(version, **overrides)
     w = _float64(weight)
-    rows, cols = matrix_view(w.shape, rule.factor)
-    boosted = w.size == 1 and rule.scalar_boost is not None
-    state = _fresh(w.shape, rows, cols, dense=w.ndim < 2 or rule.full_matrix or boosted)
+    state = fresh_state(rule, w.shape)
     snapshots = []
     for t, g in _gradients(w.shape, grads, rule.maximize):
-        lr = _at(rule.lr, t)
-        alpha = step_size(rule, lr, t, rms(w))
-        u = np.zeros_like(w)
-        if w.size > 0:
-            decay = lr if rule.decay_by == "lr" else alpha
-            w = _float64((1.0 - decay * rule.weight_decay) * w)  # (4)
-            state = statistics(rule, state, g, t, rows, cols)
-            if boosted:
-                u = boosted_scalar(rule, state["variance"], g)
-                w = _float64(w - alpha * u)
-            else:
-                u = normalised(rule, g, second_moment(rule, state, rows))
-                s = max(1.0, rms(u) / rule.d)  # (8)
-                w = _float64(w - alpha / s * direction(rule, u, cols))  # (9)
-        state = {**state, "step": _float64(t)}
-        snapshots.append(Snapshot(w, state, u, alpha))
+        snapshots.append(one_step(rule, w, g, state, t))
+        w, state = snapshots[-1].param, snapshots[-1].state
     return snapshots
+
+
+def settings_of(version: str = "1.0", **overrides: object) -> Rule:
+    """A version's settings with overrides."""
+    settings: dict[str, Any] = {**VERSIONS[version], **overrides}
+    return Rule(**settings)
+
+
+def is_boosted(rule: Rule, size: int) -> bool:
+    return size == 1 and rule.scalar_boost is not None
+
+
+def fresh_state(rule: Rule, shape: tuple[int, ...]) -> State:
+    """The state before the first step."""
+    rows, cols = matrix_view(shape, rule.factor)
+    boosted = is_boosted(rule, math.prod(shape))
+    state = _fresh(shape, rows, cols, dense=len(shape) < 2 or rule.full_matrix or boosted)
+    if rule.momentum is not None:
+        state["momentum"] = np.zeros(shape)
+        if len(shape) > 1 and rule.momentum_dtype == "int8":
+            n = _count(shape, cols)
+            blocks = (-(-n // BLOCK), *(1,) * (len(cols) - 1))
+            state["momentum_scale"] = np.zeros((*shape[: len(rows)], *blocks))
+        if len(shape) > 1 and isinstance(rule.momentum, dict):
+            state["band_sums"] = np.zeros((3, (FAM | rule.momentum)["bands"]))
+    if rule.scale == "initial":
+        state["initial_rms"] = _float64(0.0)
+    return {"step": _float64(0.0), **state}
+
+
+def one_step(
+    rule: Rule, w: Array, g: Array, state: State, t: int, stored: Array | None = None
+) -> Snapshot:
+    """Step t from any state, with G negated already if it is to be.
+
+    `stored`: use this as the momentum that (12) has stored, in place of the oracle's own rounding.
+    """
+    rows, cols = matrix_view(w.shape, rule.factor)
+    lr = _at(rule.lr, t)
+    size = rms(w)
+    if rule.scale == "initial" and w.size > 0:
+        size = size if t == 1 else float(state["initial_rms"])
+        state = {**state, "initial_rms": _float64(size)}
+    alpha = step_size(rule, lr, t, size)
+    u, wanted = np.zeros_like(w), None
+    if w.size > 0:
+        decay = lr if rule.decay_by == "lr" else alpha
+        w = _float64((1.0 - decay * rule.weight_decay) * w)  # (4)
+        state = {**state, **statistics(rule, state, g, t, rows, cols)}
+        orthogonal = rule.direction == "orthogonal" and w.ndim > 1
+        if rule.momentum is not None or orthogonal:
+            move, u, memories, wanted = filtered(rule, g, state, t, len(rows), stored)
+            state = {**state, **memories}
+            w = _float64(w - alpha * move)
+        elif is_boosted(rule, w.size):
+            u = boosted_scalar(rule, state["variance"], g)
+            w = _float64(w - alpha * u)
+        elif rule.direction == "factored":
+            u = divide(g, np.sqrt(np.maximum(mean_moment(state, rows), rule.eps1**2)))
+            w = _float64(w - alpha * u / max(1.0, rms(u) / rule.d))  # (9)
+        else:
+            u = normalised(rule, g, second_moment(rule, state, rows))
+            s = max(1.0, rms(u) / rule.d)  # (8)
+            w = _float64(w - alpha / s * direction(rule, u, cols))  # (9)
+    return Snapshot(w, {**state, "step": _float64(t)}, u, alpha, wanted)
 
 
 def step_size(rule: Rule, lr: float, t: int, rms_w: float) -> float:
@@ -203,6 +276,181 @@ def boosted_scalar(rule: Rule, v: Array, g: Array) -> Array:
     """Version 0.3's update of a parameter with one element."""
     assert rule.scalar_boost is not None
     return divide(rule.scalar_boost * g, np.sqrt(v) + rule.eps1)
+
+
+# ---------------------------------------------------------------- momentum
+
+
+def mean_moment(state: State, rows: Axes) -> Array:
+    """R C / mean R, or v."""
+    if "variance" in state:
+        return state["variance"]
+    r = state["row_var"]
+    return _float64(divide(r, np.mean(r, axis=rows, keepdims=True)) * state["col_var"])
+
+
+def filtered(
+    rule: Rule, g: Array, state: State, t: int, split: int, stored: Array | None
+) -> tuple[Array, Array, State, Array | None]:
+    """The move, U or y before it, new memories, and M before it was stored.
+
+    Everything as one matrix (m, n); `split` is the number of dimensions that count its rows.
+    """
+    shape, is_vector = g.shape, g.ndim < 2
+    m = 1 if is_vector else math.prod(shape[:split])
+    g = g.reshape(m, -1)
+    if is_vector:
+        v = state["variance"].reshape(1, -1)
+        mean = float(np.mean(v))
+    else:
+        r, c = state["row_var"].reshape(-1, 1), state["col_var"].reshape(1, -1)
+        mean = float(np.mean(r))
+        v = divide(r * c, mean)
+    floor = max(rule.eps1**2, FLOAT32_TINY)
+    raw, v = v, _float64(np.maximum(v, floor))
+    s_z = max(1.0, math.sqrt(float(np.mean(g**2)) / max(mean, FLOAT32_TINY)))
+    orthogonal = rule.direction == "orthogonal" and not is_vector
+    x = _float64(g / np.sqrt(max(mean, floor) if orthogonal else v) / s_z)  # (10)
+    y, wanted = x, None
+    memories: State = {}
+    if rule.momentum is not None:
+        seen = None if stored is None else stored.reshape(m, -1)
+        y, memories, wanted = remembered(rule, x, state, t, is_vector=is_vector, stored=seen)
+    bands = (FAM | rule.momentum)["bands"] if isinstance(rule.momentum, dict) else 1
+    if bands > 1 and not is_vector:
+        y = _float64(np.where(raw > 0.0, y, 0.0))  # no leaks to where there was no gradient
+    move, u = turned(rule, y, v, mean, is_vector=is_vector)
+    memories = {key: value.reshape(state[key].shape) for key, value in memories.items()}
+    kept = None if wanted is None else wanted.reshape(shape)
+    return move.reshape(shape), u.reshape(shape), memories, kept
+
+
+def remembered(
+    rule: Rule, x: Array, state: State, t: int, *, is_vector: bool, stored: Array | None
+) -> tuple[Array, State, Array]:
+    """Equations (11) to (13): y, the new memories, and M before it was stored."""
+    fam = FAM | rule.momentum if isinstance(rule.momentum, dict) else None
+    adaptive = fam is not None and not is_vector
+    bands = fam["bands"] if fam is not None and adaptive else 1
+    n = x.shape[1]
+    if bands > 1:
+        x = _float64(x @ dct_matrix(n).T)
+    before = state["momentum"].reshape(x.shape)
+    if "momentum_scale" in state:
+        before = before * widened(state["momentum_scale"].reshape(x.shape[0], -1), n)
+    memories: State = {}
+    if fam is not None and adaptive:
+        beta, c, memories["band_sums"] = adapted(fam, x, before, state["band_sums"], t)
+        mu = fam["mix"]
+    else:
+        fixed = fam["start"] if fam is not None else float(rule.momentum)  # type: ignore[arg-type]
+        beta, c = np.full((1, n), fixed), np.full((1, n), 1.0 - fixed**t)
+        mu = fam["mix"] if fam is not None else (1.0 - fixed if rule.nesterov else 0.0)
+    wanted = _float64(beta * before + (1.0 - beta) * x)  # (12)
+    new, value = store(wanted, "fp32" if is_vector else rule.momentum_dtype)
+    value = value if stored is None else stored
+    y = _float64((1.0 - mu) * value / c + mu * x)  # (13)
+    if bands > 1:
+        y = _float64(y @ dct_matrix(n))
+    return y, {**memories, **new}, wanted
+
+
+def adapted(
+    fam: dict[str, Any], x: Array, before: Array, sums: Array, t: int
+) -> tuple[Array, Array, Array]:
+    """Equation (11): beta and c of each column, and the new sums A, P and c of each band."""
+    m, n = x.shape
+    band = band_of_columns(n, fam["bands"])
+    new = np.zeros_like(sums)
+    beta_of, c_of = np.zeros((1, n)), np.zeros((1, n))
+    for b in range(fam["bands"]):
+        a, p, c = (float(row[b]) for row in sums)
+        beta = min(max(1.0 - a / max(p, FLOAT32_TINY), fam["beta_min"]), fam["beta_max"])
+        beta = fam["start"] if t <= fam["warmup"] else beta
+        inside = band == b
+        count = max(1, m * int(inside.sum()))
+        guess = before[:, inside] / max(c, FLOAT32_TINY)
+        theta = fam["theta"]
+        new[0, b] = theta * a + (1.0 - theta) * float(np.sum(x[:, inside] * guess)) / count
+        new[1, b] = theta * p + (1.0 - theta) * float(np.sum(x[:, inside] ** 2)) / count
+        new[2, b] = beta * c + 1.0 - beta
+        beta_of[0, inside], c_of[0, inside] = beta, new[2, b]
+    return beta_of, c_of, new
+
+
+def turned(rule: Rule, y: Array, v: Array, mean: float, *, is_vector: bool) -> tuple[Array, Array]:
+    """Equation (9): the move, and U, or u, that it was made from."""
+    if rule.direction == "orthogonal" and not is_vector:
+        o = newton_schulz(_float64(y * math.sqrt(mean) / np.sqrt(v)))
+        return divide(o, rms(o)), y
+    if rule.direction == "factored":
+        return _float64(y / max(1.0, rms(y) / rule.d)), y
+    u = divide(y, max(float(np.max(np.abs(y))), rule.floor))  # (7)
+    move = u
+    if not is_vector or rule.vector_sign:
+        move = _float64(np.sign(u) * np.max(np.abs(u), axis=1, keepdims=True))
+    return _float64(move / max(1.0, rms(u) / rule.d)), u  # (8)
+
+
+def newton_schulz(y: Array) -> Array:
+    """Five quintic steps on the smaller side."""
+    a, b, c = NEWTON_SCHULZ
+    x = divide(y, math.sqrt(float(np.sum(y**2))))
+    x = x.T if x.shape[0] > x.shape[1] else x
+    for _ in range(5):
+        square = x @ x.T
+        x = a * x + (b * square + c * square @ square) @ x
+    return _float64(x.T if y.shape[0] > y.shape[1] else x)
+
+
+def store(values: Array, dtype: str) -> tuple[State, Array]:
+    """What is kept, and the values that it stands for; (m, n)."""
+    if dtype == "fp32":
+        return {"momentum": values}, values
+    if dtype == "bf16":
+        kept = bfloat16(values)
+        return {"momentum": kept}, kept
+    n = values.shape[1]
+    starts = range(0, n, BLOCK)
+    largest = [np.max(np.abs(values[:, s : s + BLOCK]), axis=1, keepdims=True) for s in starts]
+    scales = _float64(np.concatenate(largest, axis=1) / 127.0)
+    codes = np.rint(divide(values, widened(scales, n)))  # to nearest, ties to even
+    return {"momentum": codes, "momentum_scale": scales}, _float64(codes * widened(scales, n))
+
+
+def widened(scales: Array, n: int) -> Array:
+    """One scale for each value."""
+    return _float64(np.repeat(scales, BLOCK, axis=1)[:, :n])
+
+
+def bfloat16(values: Array) -> Array:
+    """Rounded to eight significant bits, ties to even."""
+    mantissa, exponent = np.frexp(values)
+    return _float64(np.ldexp(np.rint(mantissa * 256.0) / 256.0, exponent))
+
+
+def block_lengths(n: int) -> list[int]:
+    return [BLOCK] * (n // BLOCK) + ([n % BLOCK] if n % BLOCK else [])
+
+
+@cache
+def dct_matrix(n: int) -> Array:
+    """The orthonormal DCT-II of each block as one matrix: coefficients = matrix @ row."""
+    whole = np.zeros((n, n))
+    start = 0
+    for length in block_lengths(n):
+        for f in range(length):
+            norm = math.sqrt((1.0 if f == 0 else 2.0) / length)
+            for j in range(length):
+                cosine = math.cos(math.pi * (2 * j + 1) * f / (2 * length))
+                whole[start + f, start + j] = norm * cosine
+        start += length
+    return whole
+
+
+def band_of_columns(n: int, bands: int) -> NDArray[np.int64]:
+    """The band of each coefficient."""
+    return np.array([f * bands // length for length in block_lengths(n) for f in range(length)])
 
 
 # ---------------------------------------------------------------- Adafactor

@@ -410,3 +410,25 @@ def test_more_than_two_to_the_31_elements() -> None:
     optimizer.step()
     assert torch.equal(param[-1], torch.full((cols,), 0.5, device=DEVICE, dtype=torch.bfloat16))
     assert torch.equal(param[-2], torch.ones(cols, device=DEVICE, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_zero_in_the_gradient_moves_nothing(dtype: torch.dtype) -> None:
+    """Signs are kept as one bit each, which cannot tell a zero: such tiles take another way."""
+    torch.manual_seed(0)
+    before = torch.randn(70, 520, dtype=dtype, device=DEVICE)
+    grad = torch.randn(70, 520, dtype=dtype, device=DEVICE)
+    grad[:, 5] = 0.0
+    grad[3] = 0.0
+    fused, plain = (torch.nn.Parameter(before.clone()) for _ in range(2))
+    fused.grad, plain.grad = grad, grad
+    for param, is_fused in ((fused, True), (plain, False)):
+        MaxFactor(
+            [param], lr=0.1, weight_decay=0.0, rounding="nearest", fused=is_fused, foreach=False
+        ).step()
+    assert torch.equal(fused[:, 5], before[:, 5])
+    assert torch.equal(fused[3], before[3])
+    assert bool((fused != before)[:3, :5].all())
+    torch.testing.assert_close(
+        fused, plain, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-7
+    )

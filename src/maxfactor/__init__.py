@@ -2,10 +2,21 @@
 
 from maxfactor import rule
 from maxfactor.adafactor import Adafactor
+from maxfactor.fam import FAM
+from maxfactor.groups import for_model
 from maxfactor.optimizer import MaxFactor
 from maxfactor.recipes import recipe
 from maxfactor.schedule import AdaptiveSchedule
 
 __version__ = "0.1.0"
 
-__all__ = ["Adafactor", "AdaptiveSchedule", "MaxFactor", "__version__", "recipe", "rule"]
+__all__ = [
+    "FAM",
+    "Adafactor",
+    "AdaptiveSchedule",
+    "MaxFactor",
+    "__version__",
+    "for_model",
+    "recipe",
+    "rule",
+]

@@ -7,15 +7,23 @@ frozen dataclasses below, so the maths and the backends never see a value that w
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from numbers import Real
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from maxfactor.checks import (
+    check_choice,
+    check_flag,
+    check_not_negative,
+    check_number,
+    check_pair,
+    check_positive,
+    check_share,
+)
+from maxfactor.fam import FAM, as_setting
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
@@ -24,46 +32,11 @@ FACTORINGS = ("auto", "last")
 STEP_RULES = ("relative", "ramp")
 DECAY_RULES = ("lr", "step_size")
 VECTOR_DIRECTIONS = ("sign_max", "update")
+DIRECTIONS = ("sign_max", "factored", "orthogonal")
+SCALES = ("current", "initial")
+MOMENTUM_DTYPES = ("int8", "bf16", "fp32")
 ROUNDINGS = ("stochastic", "nearest")
 NONFINITE = ("skip", "raise", "ignore")
-
-
-def check_number(name: str, value: object) -> float:
-    """Return `value` as a float, or say what is wrong with its type."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        remedy = "; convert it with float() first" if isinstance(value, str) else ""
-        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}){remedy}")
-    return float(value)
-
-
-def check_not_negative(name: str, value: object) -> float:
-    """Return `value` as a finite float of at least 0."""
-    number = check_number(name, value)
-    if not (math.isfinite(number) and number >= 0.0):
-        raise ValueError(f"{name} must be finite and not negative, got {number}")
-    return number
-
-
-def check_positive(name: str, value: object) -> float:
-    """Return `value` as a finite float above 0."""
-    number = check_number(name, value)
-    if not (math.isfinite(number) and number > 0.0):
-        raise ValueError(f"{name} must be finite and positive, got {number}")
-    return number
-
-
-def check_choice(name: str, value: object, known: tuple[str, ...]) -> str:
-    """Return `value` if it is one of `known`."""
-    if not isinstance(value, str) or value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
-    return value
-
-
-def check_flag(name: str, value: object) -> bool:
-    """Return `value` if it is True or False; 0, 1 and "no" are more often mistakes."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__})")
-    return value
 
 
 def check_lr(value: object) -> float | Tensor:
@@ -78,13 +51,6 @@ def check_lr(value: object) -> float | Tensor:
     if value.device.type == "cpu":  # reading it elsewhere would stall the device every step
         check_not_negative("lr", value.item())
     return value
-
-
-def check_pair(name: str, value: object) -> tuple[Any, Any]:
-    """Return the two entries of a tuple or list (configuration files give lists)."""
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise ValueError(f"{name} must be a pair such as (1e-10, 1e-3), got {value!r}")
-    return value[0], value[1]
 
 
 def check_eps(value: object) -> tuple[float | None, float]:
@@ -102,12 +68,13 @@ def check_beta2_decay(value: object) -> float:
     return number
 
 
-def check_gamma(value: object) -> float:
-    """Return the memory of equation (5'), which must forget something."""
-    number = check_number("gamma", value)
-    if not 0.0 <= number < 1.0:
-        raise ValueError(f"gamma must lie in [0, 1), got {number}")
-    return number
+def check_momentum(value: object) -> float | FAM | None:
+    """Return a fixed memory in [0, 1), FAM's settings, or None for no momentum."""
+    if value is None or isinstance(value, FAM):
+        return value
+    if isinstance(value, Mapping):  # a group, a checkpoint or a configuration file
+        return FAM.from_mapping(value)
+    return check_share("momentum", value)
 
 
 def check_bounds(value: object) -> tuple[float, float]:
@@ -194,7 +161,7 @@ class Hyper:
 
     def as_group(self) -> dict[str, Any]:
         """The settings as a group holds them; a tensor `lr` stays the caller's own tensor."""
-        return {name: getattr(self, name) for name in self.names()}
+        return {name: as_setting(getattr(self, name)) for name in self.names()}
 
     @property
     def eps1(self) -> float:
@@ -208,6 +175,24 @@ class Hyper:
 
     def keeps_dense_variance(self, numel: int) -> bool:  # noqa: ARG002
         """Whether a tensor that could be factored keeps a full second moment all the same."""
+        return False
+
+    def momentum_store(self, *, is_vector: bool) -> str | None:  # noqa: ARG002
+        """How a tensor's momentum is kept: "int8", "bf16" or "fp32"; None without one."""
+        return None
+
+    def is_filtered(self, *, is_vector: bool) -> bool:  # noqa: ARG002
+        """Whether equations (10) to (13) and what follows them decide on a tensor's move."""
+        return False
+
+    @property
+    def bands(self) -> int:
+        """How many bands FAM adapts in a matrix; 0 without FAM."""
+        return 0
+
+    @property
+    def keeps_initial_rms(self) -> bool:
+        """Whether (3) uses the RMS that a parameter had before its first step."""
         return False
 
 
@@ -230,13 +215,18 @@ class MaxFactorHyper(Hyper):
     step_rule: str = "relative"
     decay_by: str = "lr"
     vector_direction: str = "sign_max"
+    momentum: float | FAM | Mapping[str, Any] | None = None
+    nesterov: bool = False
+    momentum_dtype: str | None = None
+    direction: str = "sign_max"
+    scale: str = "current"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._set(
             lr=check_lr(self.lr),
             d=check_positive("d", self.d),
-            gamma=check_gamma(self.gamma),
+            gamma=check_share("gamma", self.gamma),
             max_norm=check_flag("max_norm", self.max_norm),
             min_lr=check_not_negative("min_lr", self.min_lr),
             full_matrix=check_flag("full_matrix", self.full_matrix),
@@ -247,7 +237,13 @@ class MaxFactorHyper(Hyper):
             vector_direction=check_choice(
                 "vector_direction", self.vector_direction, VECTOR_DIRECTIONS
             ),
+            momentum=check_momentum(self.momentum),
+            nesterov=check_flag("nesterov", self.nesterov),
+            direction=check_choice("direction", self.direction, DIRECTIONS),
+            scale=check_choice("scale", self.scale, SCALES),
         )
+        if self.momentum_dtype is not None:
+            check_choice("momentum_dtype", self.momentum_dtype, MOMENTUM_DTYPES)
         if self.scalar_boost is not None:
             self._set(scalar_boost=check_positive("scalar_boost", self.scalar_boost))
         for name in ("eps_rms", "mean_eps"):
@@ -257,6 +253,41 @@ class MaxFactorHyper(Hyper):
             raise ValueError(
                 f"min_lr={self.min_lr} has no meaning with step_rule='ramp'; set min_lr=0"
             )
+        self._check_look_ahead()
+        self._check_published_switches()
+
+    def _check_look_ahead(self) -> None:
+        if not self.nesterov or isinstance(self.momentum, float):
+            return
+        if self.momentum is None:
+            raise ValueError("nesterov=True needs a momentum: give one, such as momentum=0.95")
+        raise ValueError(
+            "nesterov=True is for a fixed momentum such as 0.95; FAM looks ahead by its own mix, "
+            "so set nesterov=False"
+        )
+
+    def _check_published_switches(self) -> None:
+        """What belongs to a published version has no meaning in what was built on the last."""
+        if self.momentum is None and self.direction == "sign_max":
+            return
+        newer = f"momentum={self.momentum}"
+        if self.momentum is None:
+            newer = f"direction={self.direction!r}"
+        defaults = {
+            "max_norm": True,
+            "scalar_boost": None,
+            "clip_threshold": 0.0,
+            "full_matrix": False,
+            "step_rule": "relative",
+            "factor": "auto",
+        }
+        for name, default in defaults.items():
+            value = getattr(self, name)
+            if value != default:
+                raise ValueError(
+                    f"{name}={value!r} cannot be combined with {newer}; set {name}={default!r}, or "
+                    "momentum=None and direction='sign_max' for a published version"
+                )
 
     @property
     def floor(self) -> float:
@@ -278,6 +309,46 @@ class MaxFactorHyper(Hyper):
     def keeps_dense_variance(self, numel: int) -> bool:
         """Dense on request (0.2), and for single values where they have a rule of their own."""
         return self.full_matrix or self.is_boosted_scalar(numel)
+
+    def momentum_store(self, *, is_vector: bool) -> str | None:
+        """Vectors and scalars are few, and keep float32."""
+        if self.momentum is None:
+            return None
+        return "fp32" if is_vector else self.momentum_dtype or "int8"
+
+    def is_filtered(self, *, is_vector: bool) -> bool:
+        """With momentum, and for matrices in the orthogonal direction."""
+        return self.momentum is not None or (self.direction == "orthogonal" and not is_vector)
+
+    @property
+    def fam(self) -> FAM | None:
+        """FAM's settings, where the momentum is FAM."""
+        return self.momentum if isinstance(self.momentum, FAM) else None
+
+    @property
+    def bands(self) -> int:
+        """FAM's bands."""
+        return 0 if self.fam is None else self.fam.bands
+
+    @property
+    def fixed_beta(self) -> float:
+        """The memory of what FAM does not adapt: of vectors, or of everything without FAM."""
+        if self.fam is not None:
+            return self.fam.start
+        assert isinstance(self.momentum, float)
+        return self.momentum
+
+    @property
+    def mix(self) -> float:
+        """The mu of (13): the share of the present input in the update."""
+        if self.fam is not None:
+            return self.fam.mix
+        return 1.0 - self.fixed_beta if self.nesterov else 0.0
+
+    @property
+    def keeps_initial_rms(self) -> bool:
+        """By `scale`."""
+        return self.scale == "initial"
 
     def is_boosted_scalar(self, numel: int) -> bool:
         """Whether version 0.3's rule for single values applies."""

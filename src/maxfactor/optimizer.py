@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, overload
 
@@ -13,9 +13,12 @@ from torch.optim import Optimizer
 
 from maxfactor.backends import foreach, plain
 from maxfactor.backends.choice import choose
+from maxfactor.description import Description, describe_group
+from maxfactor.fam import FAM, Spectrum, as_setting, spectrum
 from maxfactor.guard import Guard
 from maxfactor.hyper import Execution, Hyper, MaxFactorHyper
-from maxfactor.state import check_loaded, init_state, restored
+from maxfactor.rule import host_scalar
+from maxfactor.state import check_kept, check_loaded, init_state, restored
 from maxfactor.work import Outcome, Pending, Work
 
 if TYPE_CHECKING:
@@ -154,11 +157,37 @@ class FactoredOptimizer(Optimizer):
         ]
         return [sum(group) / len(group) if group else 0.0 for group in groups]
 
+    def describe(self) -> Description:
+        """The parameter groups: tensors, settings, and the bytes that their state takes.
+
+        It is a list with a `Row` for each group, prints as a table, and is computed from shapes
+        and settings alone: before the first step, on the meta device, for all shards together.
+
+        Example:
+            >>> import torch, maxfactor
+            >>> model = torch.nn.Linear(300, 200)
+            >>> optimizer = maxfactor.MaxFactor(model.named_parameters())
+            >>> table = optimizer.describe()
+            >>> table[0].examples
+            ('weight (200, 300)', 'bias (200,)')
+            >>> table.total.state_bytes
+            2808
+        """
+        return Description(
+            describe_group(
+                str(group.get("kind", index)),
+                self._named_group(index),
+                self.hyper_class.from_group(group),
+                group["lr"],
+            )
+            for index, group in enumerate(self.param_groups)
+        )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint, or refuse it and change nothing.
 
-        The statistics stay float32 for parameters of any dtype, and are copied: the dict that was
-        loaded is not the optimizer's own state afterwards.
+        Every state tensor keeps its own dtype for parameters of any dtype, and is copied: the dict
+        that was loaded is not the optimizer's own state afterwards.
         """
         seen: dict[str, Any] = {}
 
@@ -167,8 +196,8 @@ class FactoredOptimizer(Optimizer):
 
         def restore(_: Optimizer) -> None:  # before the user's own post-hooks
             on_device = self._execution.capturable
-            for param, state in seen["states"]:
-                self.state[param] = restored(param, state, step_on_device=on_device)
+            for param, state, hyper in seen["states"]:
+                self.state[param] = restored(param, state, hyper, step_on_device=on_device)
 
         handles = (
             self.register_load_state_dict_pre_hook(check),
@@ -194,6 +223,9 @@ class FactoredOptimizer(Optimizer):
         """Add the state, new where there is none."""
         on_device = self._execution.capturable
         for p in pending:
+            if state := self.state[p.param]:
+                check_kept(p.name, p.param, state, p.hyper)
+        for p in pending:
             if not self.state[p.param]:
                 self.state[p.param] = init_state(p.param, p.hyper, step_on_device=on_device)
         return [Work(p.name, p.param, p.grad, p.hyper, self.state[p.param]) for p in pending]
@@ -204,8 +236,10 @@ class FactoredOptimizer(Optimizer):
         first = sum(len(before["params"]) for before in self.param_groups[:index])
         return list(zip(_names(group, first), group["params"], strict=True))
 
-    def _check_checkpoint(self, loaded: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
-        """Return each parameter with its saved state, or refuse the checkpoint by name."""
+    def _check_checkpoint(
+        self, loaded: dict[str, Any]
+    ) -> list[tuple[Tensor, dict[str, Any], Hyper]]:
+        """Return each parameter with its saved state and settings, or refuse the checkpoint."""
         saved_groups = loaded["param_groups"]
         if len(saved_groups) != len(self.param_groups):
             raise ValueError(
@@ -221,7 +255,7 @@ class FactoredOptimizer(Optimizer):
             for key, (name, param) in zip(saved["params"], own, strict=True):
                 if state := loaded["state"].get(key):
                     check_loaded(name, param, state, hyper)
-                    states.append((param, state))
+                    states.append((param, state, hyper))
         return states
 
     @staticmethod
@@ -257,6 +291,24 @@ class MaxFactor(FactoredOptimizer):
     A vector is one row, with the variance (5') v <- gamma * v + (1 - gamma) * G^2 in place of (5).
     State: m + n floats and one step for a matrix, n floats and one step for a vector.
 
+    With `momentum`, V = R C / mean R (v for a vector), V >= eps1^2, and
+
+    .. code-block:: text
+
+        (10) x = G / sqrt(V) / s_z                 s_z = max(1, sqrt(mean G^2 / mean R))
+        (11) beta: a number, or FAM's for each band
+        (12) M <- stored(beta * M + (1 - beta) * x)     c <- beta * c + 1 - beta
+        (13) y = (1 - mu) * M / c + mu * x         mu = FAM's mix, 1 - beta with nesterov, or 0
+
+    and y takes the place of G / sqrt(V) in (7). Other directions in place of (7) to (9):
+
+    .. code-block:: text
+
+        factored:    u = y, or G / sqrt(V) without momentum,
+                     W <- W - alpha * u / max(1, RMS(u) / d)
+        orthogonal:  V = mean R in (10), O = orthogonalised y / sqrt(R C) with RMS 1,
+                     W <- W - alpha * O; vectors stay with (9)
+
     Args:
         params: Parameters, named parameters or groups, as for any torch optimizer.
         lr: The largest relative step. A float or a 0-dim tensor; schedulers may overwrite it.
@@ -284,6 +336,15 @@ class MaxFactor(FactoredOptimizer):
             alpha = min(lr, max(eps2, RMS(W)) * min(1e-6 * t, 1/sqrt(t))).
         decay_by: What scales the decay in (4): "lr", or "step_size" for alpha.
         vector_direction: "sign_max" for (9), "update" to move vectors by U itself.
+        momentum: None; a number in [0, 1), the memory beta of (12); or `FAM(...)`, which sets it
+            for each tensor by how predictable the gradient is.
+        nesterov: True looks ahead by mu = 1 - beta in (13), with a number as momentum.
+        momentum_dtype: How a matrix's M is stored: "int8", one byte and a scale for 64 values;
+            "bf16"; "fp32". None: int8. Vectors and scalars keep float32.
+        direction: "sign_max" for (9), or "factored" or "orthogonal" as above. Orthogonal is for
+            hidden matrices; give embeddings, heads and convolution stems a group of their own.
+        scale: What (3) scales by: "current" for RMS(W), "initial" for the RMS that each parameter
+            had before its first step, with which a weight cannot feed its own growth.
         rounding: How 16-bit parameters are written: "stochastic" keeps small updates and decay on
             average, "nearest" loses them. None: stochastic for bfloat16, nearest for float16.
         seed: Seed of the stochastic rounding; None takes torch's seed.
@@ -303,6 +364,9 @@ class MaxFactor(FactoredOptimizer):
         >>> optimizer.step()
         >>> optimizer.zero_grad()
         >>> old = maxfactor.MaxFactor(model.parameters(), **maxfactor.recipe("0.2"))
+        >>> best = maxfactor.MaxFactor(
+        ...     model.parameters(), momentum=0.95, nesterov=True, direction="orthogonal"
+        ... )
     """
 
     hyper_class = MaxFactorHyper
@@ -330,6 +394,11 @@ class MaxFactor(FactoredOptimizer):
         step_rule: str = "relative",
         decay_by: str = "lr",
         vector_direction: str = "sign_max",
+        momentum: float | FAM | Mapping[str, Any] | None = None,
+        nesterov: bool = False,
+        momentum_dtype: str | None = None,
+        direction: str = "sign_max",
+        scale: str = "current",
         rounding: str | None = None,
         seed: int | None = None,
         foreach: bool | None = None,
@@ -357,6 +426,11 @@ class MaxFactor(FactoredOptimizer):
             "step_rule": step_rule,
             "decay_by": decay_by,
             "vector_direction": vector_direction,
+            "momentum": as_setting(momentum),
+            "nesterov": nesterov,
+            "momentum_dtype": momentum_dtype,
+            "direction": direction,
+            "scale": scale,
             "rounding": rounding,
             "seed": seed,
             "foreach": foreach,
@@ -365,6 +439,30 @@ class MaxFactor(FactoredOptimizer):
             "nonfinite": nonfinite,
         }
         super().__init__(params, defaults)
+
+    def spectrum(self) -> dict[str, Spectrum]:
+        """What FAM knows of each matrix that has stepped with it, by the parameter's name.
+
+        Small tensors with one value for each band: the coherence `rho`, the memory `beta` of the
+        next step, the `power` of the input. Nothing waits for the device until one is read.
+
+        Example:
+            >>> import torch, maxfactor
+            >>> model = torch.nn.Linear(4, 2)
+            >>> optimizer = maxfactor.MaxFactor(model.named_parameters(), momentum=maxfactor.FAM())
+            >>> model(torch.randn(8, 4)).square().mean().backward()
+            >>> optimizer.step()
+            >>> optimizer.spectrum()["weight"].beta
+            tensor([0.9000])
+        """
+        found = {}
+        for index, group in enumerate(self.param_groups):
+            fam = MaxFactorHyper.from_group(group).fam
+            for name, param in self._named_group(index) if fam is not None else []:
+                state = self.state.get(param, {})
+                if fam is not None and "band_sums" in state:
+                    found[name] = spectrum(state["band_sums"], host_scalar(state["step"]), fam)
+        return found
 
 
 def _fused_step(

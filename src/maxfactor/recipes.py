@@ -1,8 +1,41 @@
-"""Named sets of arguments: the published versions of MaxFactor."""
+"""Named sets of arguments: the published versions of MaxFactor, and recipes by layer kind."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from maxfactor.fam import FAM
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# What `for_model` sorts a model's parameters into, in the order of its groups.
+KINDS = ("hidden", "conv", "embedding", "head", "vector")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings for every kind of layer, and what differs for some.
+
+    `lr_share` is not a setting of the optimizer: it is a kind's share of the learning rate.
+    """
+
+    common: dict[str, Any]
+    by_kind: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def settings(self, kind: str | None = None, lr: float | Tensor | None = None) -> dict[str, Any]:
+        """The arguments for a kind, or without one those that kinds have in common."""
+        chosen = {"lr_share": 1.0, **self.common, **self.by_kind.get(kind or "", {})}
+        if kind == "vector":
+            chosen["weight_decay"] = 0.0
+        share = chosen.pop("lr_share")
+        rate = chosen["lr"] if lr is None else lr
+        # A whole share leaves a tensor the caller's own, which may be changed from outside.
+        return {**chosen, "lr": rate if share == 1.0 else rate * share}
+
+
+COMMON = {"lr": 0.01, "gamma": 0.99, "d": 1.0}
 
 # One column of the table of versions each; what a version leaves out has its default.
 RECIPES: dict[str, dict[str, Any]] = {
@@ -35,14 +68,50 @@ RECIPES: dict[str, dict[str, Any]] = {
         "weight_decay": 0.01,
     },
 }
-COMMON = {"lr": 0.01, "gamma": 0.99, "d": 1.0}
+
+# Recipes of our own: version 1.0 but for what is said here.
+FAM_INT8 = {"momentum": FAM(), "momentum_dtype": "int8"}
+BY_KIND: dict[str, Recipe] = {
+    "lean": Recipe({**COMMON, "lr": 0.04, "weight_decay": 0.0, "direction": "factored"}),
+    "fam": Recipe({**COMMON, **FAM_INT8, "lr": 0.02, "direction": "sign_max"}),
+    "speech": Recipe(
+        {
+            **COMMON,
+            **FAM_INT8,
+            "lr": 0.02,
+            "lr_share": 0.5,
+            "weight_decay": 0.1,
+            "direction": "sign_max",
+            "scale": "initial",
+        },
+        {
+            "hidden": {
+                "lr_share": 1.0,
+                "direction": "orthogonal",
+                "momentum": 0.95,
+                "nesterov": True,
+            }
+        },
+    ),
+}
+
+
+def find_recipe(name: str) -> Recipe:
+    """Return a recipe by its name, or say which there are."""
+    if name in RECIPES:
+        return Recipe({**COMMON, **RECIPES[name]})
+    if name not in BY_KIND:
+        known = ", ".join(repr(known) for known in (*RECIPES, *BY_KIND))
+        raise ValueError(f"unknown recipe {name!r}; known recipes: {known}")
+    return BY_KIND[name]
 
 
 def recipe(name: str) -> dict[str, Any]:
-    """Return the arguments of a published version of MaxFactor.
+    """Return the arguments of a published version of MaxFactor, or of another recipe.
 
     Args:
-        name: "0.1", "0.2", "0.3" or "1.0".
+        name: "0.1", "0.2", "0.3", "1.0", "lean" or "fam". "speech" differs from layer to layer
+            and is for `for_model` alone.
 
     Returns:
         A new dict, to be changed as you like and unpacked into `MaxFactor`.
@@ -53,7 +122,10 @@ def recipe(name: str) -> dict[str, Any]:
         >>> settings = maxfactor.recipe("0.2") | {"clip_threshold": 0.0}
         >>> optimizer = maxfactor.MaxFactor([weight], **settings)
     """
-    if name not in RECIPES:
-        known = ", ".join(repr(known) for known in RECIPES)
-        raise ValueError(f"unknown recipe {name!r}; known recipes: {known}")
-    return {**COMMON, **RECIPES[name]}
+    found = find_recipe(name)
+    if found.by_kind:
+        raise ValueError(
+            f"recipe {name!r} has different settings for different layers; "
+            f"use maxfactor.for_model(model, recipe={name!r})"
+        )
+    return found.settings()

@@ -11,7 +11,8 @@ called on its own. `step` is the functional form of one optimizer step:
     >>> weight, state, step_size = rule.step(weight, grad, state, hyper)
 
 Notation: W weight, G gradient, t step, R and C row and column factors of the second moment,
-U update, RMS(x) = ||x|| / sqrt(numel). Tags such as `# (6)` are the equations of the README.
+U update, M momentum, RMS(x) = ||x|| / sqrt(numel). Tags such as `# (6)` are the equations of the
+README; (11) to (13), the filter over time, are in `momentum.py` and `fam.py`.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from maxfactor.fam import FAM, band_totals
 from maxfactor.hyper import FLOAT32_TINY, AdafactorHyper, Hyper, MaxFactorHyper
+from maxfactor.momentum import kept, memory_of, recalled
+from maxfactor.orthogonal import orthogonal
 from maxfactor.rounding import rounded
 from maxfactor.state import State, factoring, init_state
 
 __all__ = [
+    "FAM",
     "AdafactorHyper",
     "MaxFactorHyper",
     "Result",
@@ -64,32 +69,59 @@ def step(param: Tensor, grad: Tensor, state: State, hyper: Hyper) -> Result:
 
 
 def maxfactor(param: Tensor, grad: Tensor, state: State, hyper: MaxFactorHyper) -> Result:
-    """One step of MaxFactor, equations (1) to (9)."""
+    """One step of MaxFactor, equations (1) to (13)."""
     counted = dict(state, step=state["step"] + 1)
     if param.numel() == 0:
         return Result(param.clone(), counted, 0.0)
     t, lr = host_scalar(counted["step"]), host_scalar(hyper.lr)
     w, g = working_copies(param, grad, hyper)
 
-    alpha = step_size(rms(w), t, lr, hyper)  # (2) (3), W before decay
+    size, kept = weight_size(rms(w), state.get("initial_rms"), t)
+    alpha = step_size(size, t, lr, hyper)  # (2) (3), W before decay
     w = w * (1 - (lr if hyper.decay_by == "lr" else alpha) * hyper.weight_decay)  # (4)
     if "variance" in state:
         v = state["variance"].view_as(g)
-        variance = hyper.gamma * v + (1 - hyper.gamma) * g * g  # (5')
-        moments = {"variance": variance}
+        moments = {"variance": hyper.gamma * v + (1 - hyper.gamma) * g * g}  # (5')
     else:
         kappa = statistic_weight(t, hyper)  # (1)
         moments = factors(g, state, kappa, count_eps=hyper.count_eps)  # (5)
-        variance = factored_variance(**moments, hyper=hyper)  # (6)
-    if hyper.is_boosted_scalar(param.numel()):
-        move = boosted_scalar(g, variance, hyper)
+    if hyper.is_filtered(is_vector=g.dim() == 1):
+        move, memories = filtered_move(g, moments, state, t, hyper)
     else:
-        update = normalized(g, variance, hyper)  # (7)
-        move = direction(update, hyper)  # (9)
-        if hyper.d < 1.0:  # RMS(U) <= max|U| = 1, so from d = 1 on (8) is 1 and costs nothing
-            move = move / rms_divisor(update, hyper.d)  # (8)
+        move, memories = published_move(g, moments, hyper), {}
     w = w - (alpha * move).reshape(w.shape)
-    return Result(rounded(w, param.dtype, hyper, t), stored(counted, moments), alpha)
+    new = stored(counted, {**moments, **memories, **kept})
+    return Result(rounded(w, param.dtype, hyper, t), new, alpha)
+
+
+def published_move(g: Tensor, moments: State, hyper: MaxFactorHyper) -> Tensor:
+    """What W moves against without momentum, from G and the statistics of (5)."""
+    variance = moments["variance"] if "variance" in moments else factored_variance(moments, hyper)
+    if hyper.is_boosted_scalar(g.numel()):
+        return boosted_scalar(g, variance, hyper)
+    if hyper.direction == "factored":
+        update = g * variance.clamp(min=hyper.variance_floor).rsqrt()
+        return update / rms_divisor(update, hyper.d)  # (9)
+    update = normalized(g, variance, hyper)  # (7)
+    move = direction(update, hyper)  # (9)
+    if hyper.d < 1.0:  # RMS(U) <= max|U| = 1, so from d = 1 on (8) is 1 and costs nothing
+        move = move / rms_divisor(update, hyper.d)  # (8)
+    return move
+
+
+def weight_size(size: Tensor, initial: Tensor | None, t: Scalar) -> tuple[Tensor, State]:
+    """The RMS that (3) scales by, and what is kept of it; `size` is RMS(W) now.
+
+    `initial` is the state's `initial_rms`, or None with scale="current".
+    """
+    if initial is None:
+        return size, {}
+    # A counter on the device is not read.
+    first = torch.where(t == 1, size, initial) if isinstance(t, Tensor) else initial
+    if not isinstance(t, Tensor) and t == 1:
+        first = size
+    first = first.to(torch.float32)
+    return first, {"initial_rms": first}
 
 
 def statistic_weight(t: Scalar, hyper: MaxFactorHyper) -> Scalar:
@@ -108,12 +140,20 @@ def step_size(size: Scalar, t: Scalar, lr: Scalar, hyper: MaxFactorHyper) -> Sca
     return rho * size  # (3)
 
 
-def factored_variance(row_var: Tensor, col_var: Tensor, hyper: MaxFactorHyper) -> Tensor:
+def factored_variance(moments: State, hyper: MaxFactorHyper) -> Tensor:
     """Equation (6): V = R C / max R. R is divided first, so that the product cannot overflow."""
+    row_var, col_var = moments["row_var"], moments["col_var"]
+    if hyper.direction == "factored":
+        return relative_to_mean(row_var) * col_var
     if not hyper.max_norm:
         return row_var * col_var
     largest = row_var.amax(dim=-2, keepdim=True)  # (1, 1), one for each matrix of a batch
     return row_var / largest.clamp(min=hyper.floor) * col_var
+
+
+def relative_to_mean(row_var: Tensor) -> Tensor:
+    """R / mean R, Adafactor's form of (6), for each matrix of a batch."""
+    return row_var / row_var.mean(dim=-2, keepdim=True).clamp(min=FLOAT32_TINY)
 
 
 def normalized(g: Tensor, variance: Tensor, hyper: MaxFactorHyper) -> Tensor:
@@ -140,6 +180,92 @@ def boosted_scalar(g: Tensor, variance: Tensor, hyper: MaxFactorHyper) -> Tensor
     return hyper.scalar_boost * g / (variance.sqrt() + hyper.eps1).clamp(min=FLOAT32_TINY)
 
 
+# ------------------------------------------------------- MaxFactor with momentum, or orthogonal
+
+
+def filtered_move(
+    g: Tensor, moments: State, state: State, t: Scalar, hyper: MaxFactorHyper
+) -> tuple[Tensor, State]:
+    """What W moves against with momentum or in the orthogonal direction, and the new memories."""
+    is_vector = g.dim() == 1
+    g = g.reshape(-1, g.shape[-1])  # a vector is one row
+    variance = second_moment(moments, is_vector=is_vector)
+    x = g * input_factor(g.square().mean(), variance, moments, hyper)  # (10)
+    memories: State = {}
+    if hyper.momentum is not None:
+        x, memories = filtered(x, state, t, hyper, is_vector=is_vector)  # (11) (12) (13)
+        x = without_leaks(x, variance) if hyper.bands > 1 and not is_vector else x
+    if hyper.direction == "orthogonal" and not is_vector:
+        return orthogonal(x * whitening(variance, moments, hyper)), memories  # (9)
+    if hyper.direction == "factored":
+        return x / rms_divisor(x, hyper.d), memories  # (9)
+    update = x / x.abs().amax().clamp(min=hyper.floor)  # (7)
+    by_row = not is_vector or hyper.vector_direction == "sign_max"
+    move = update.sign() * update.abs().amax(dim=-1, keepdim=True) if by_row else update  # (9)
+    return (move / rms_divisor(update, hyper.d) if hyper.d < 1.0 else move), memories  # (8)
+
+
+def second_moment(moments: State, *, is_vector: bool) -> Tensor:
+    """V of (10), without its floor: R C / mean R, or v as one row; (..., m, n)."""
+    if is_vector:
+        return moments["variance"].unsqueeze(-2)
+    return relative_to_mean(moments["row_var"]) * moments["col_var"]
+
+
+def input_factor(
+    mean_square: Tensor, variance: Tensor, moments: State, hyper: MaxFactorHyper
+) -> Tensor:
+    """Equation (10): what G is multiplied by, one over sqrt(V) and the clip s_z.
+
+    The orthogonal direction takes the momentum before it preconditions, so its V is one number.
+    `mean_square` is the mean of this step's G^2: compared with the averages it tells how far the
+    input would stick out, at no further pass over it.
+    """
+    mean = mean_moment(moments)
+    clip = (mean_square / mean.clamp(min=FLOAT32_TINY)).sqrt().clamp(min=1.0)  # s_z
+    if hyper.direction == "orthogonal" and "row_var" in moments:
+        variance = mean
+    return variance.clamp(min=hyper.variance_floor).rsqrt() / clip
+
+
+def mean_moment(moments: State) -> Tensor:
+    """The mean of R, or mean v of a vector."""
+    key, dim = ("row_var", -2) if "row_var" in moments else ("variance", -1)
+    return moments[key].mean(dim=dim, keepdim=True)
+
+
+def filtered(
+    x: Tensor, state: State, t: Scalar, hyper: MaxFactorHyper, *, is_vector: bool
+) -> tuple[Tensor, State]:
+    """Equations (11) to (13): y, and the new momentum with what belongs to it."""
+    sums = state.get("band_sums")
+    memory = memory_of(hyper, t, x.shape[-1], sums)
+    x = memory.enter(x)
+    before = recalled(state, tuple(x.shape))
+    store = hyper.momentum_store(is_vector=is_vector)
+    assert store is not None
+    memories = kept(memory.absorbed(before, x), store)  # (12)
+    y = memory.leave(memory.seen(recalled(memories, tuple(x.shape)), x))  # (13)
+    if sums is not None:
+        assert hyper.fam is not None
+        totals, shape = band_totals(x, before, memory.bands), (x.shape[-2], x.shape[-1])
+        memories["band_sums"] = memory.next_sums(sums, totals, shape, hyper.fam)  # (11)
+    return y, memories
+
+
+def whitening(variance: Tensor, moments: State, hyper: MaxFactorHyper) -> Tensor:
+    """What the orthogonal direction multiplies y by: one over the relative sqrt(V)."""
+    return mean_moment(moments).sqrt() * variance.clamp(min=hyper.variance_floor).rsqrt()
+
+
+def without_leaks(y: Tensor, variance: Tensor) -> Tensor:
+    """Zero where there never was a gradient: rounding leaks there from the other columns of a DCT.
+
+    A sign would make the leak as large as any entry, whitening larger than all.
+    """
+    return torch.where(variance > 0, y, 0.0)
+
+
 # ------------------------------------------------------------------------------- Adafactor
 
 
@@ -159,9 +285,7 @@ def adafactor(param: Tensor, grad: Tensor, state: State, hyper: AdafactorHyper) 
         moments = {"variance": variance}
     else:
         moments = factors(g, state, kappa, offset=hyper.eps1)
-        row_var, col_var = moments["row_var"], moments["col_var"]
-        mean = row_var.mean(dim=-2, keepdim=True).clamp(min=FLOAT32_TINY)
-        variance = row_var / mean * col_var  # V = R C / mean R
+        variance = relative_to_mean(moments["row_var"]) * moments["col_var"]  # V = R C / mean R
     update = g * variance.clamp(min=FLOAT32_TINY).rsqrt()
     update = update / rms_divisor(update, hyper.clip_threshold)
     w = w * (1 - decay) - (alpha * update).reshape(w.shape)

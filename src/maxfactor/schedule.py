@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from maxfactor.hyper import check_number, check_positive
+from maxfactor.checks import check_number, check_positive
 
 if TYPE_CHECKING:
     from torch import Tensor

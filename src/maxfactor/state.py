@@ -1,7 +1,9 @@
 """Optimizer state: how a tensor is factored, what is kept for it, and what a checkpoint may load.
 
-Keys: `step`, and either `row_var` and `col_var` (a matrix) or `variance` (everything else).
-All are float32 whatever the parameter's dtype. The factors keep the parameter's number of
+Keys: `step`, and either `row_var` and `col_var` (a matrix) or `variance` (everything else). With
+momentum also `momentum`, for int8 its `momentum_scale`, for FAM a matrix's `band_sums`; and
+`initial_rms` with scale="initial". All are float32 whatever the parameter's dtype, but for the
+momentum, which has the dtype that was asked for. Factors and scales keep the parameter's number of
 dimensions, with ones where they were averaged, so a shard of the parameter is the same shard of
 its factors.
 """
@@ -16,11 +18,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from maxfactor.quantize import blocks_of
+
 if TYPE_CHECKING:
     from maxfactor.hyper import Hyper
 
 State = dict[str, Tensor]
 Shape = tuple[int, ...]
+
+MOMENTUM_STORES = {"int8": torch.int8, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class Factoring:
     matrix: Shape
     row: Shape
     col: Shape
+    scale: Shape  # one for each 64 values of a row
 
 
 @lru_cache(maxsize=4096)
@@ -50,22 +57,51 @@ def factoring(shape: Shape, factor: str) -> Factoring | None:
         return None
     if factor == "last":
         matrix = shape if ndim == 2 else (math.prod(shape[:-2]), *shape[-2:])
-        return Factoring(matrix, row=(*shape[:-1], 1), col=(*shape[:-2], 1, shape[-1]))
+        return Factoring(
+            matrix,
+            row=(*shape[:-1], 1),
+            col=(*shape[:-2], 1, shape[-1]),
+            scale=(*shape[:-1], blocks_of(shape[-1])),
+        )
     splits = range(1, ndim)
     split = min(splits, key=lambda k: math.prod(shape[:k]) + math.prod(shape[k:]))  # first of ties
+    m, n = math.prod(shape[:split]), math.prod(shape[split:])
     return Factoring(
-        matrix=(math.prod(shape[:split]), math.prod(shape[split:])),
+        matrix=(m, n),
         row=(*shape[:split], *(1,) * (ndim - split)),
         col=(*(1,) * split, *shape[split:]),
+        scale=(*shape[:split], blocks_of(n), *(1,) * (ndim - split - 1)),
     )
 
 
 def state_shapes(shape: Shape, hyper: Hyper) -> dict[str, Shape]:
     """The shape of each state tensor that a parameter of `shape` has under `hyper`."""
     factors = factoring(shape, hyper.factor)
+    found: dict[str, Shape] = {"step": ()}
     if factors is None or hyper.keeps_dense_variance(math.prod(shape)):
-        return {"step": (), "variance": shape}
-    return {"step": (), "row_var": factors.row, "col_var": factors.col}
+        found["variance"] = shape
+    else:
+        found |= {"row_var": factors.row, "col_var": factors.col}
+    store = hyper.momentum_store(is_vector=factors is None)
+    if store is not None:
+        found["momentum"] = shape
+    if store == "int8" and factors is not None:
+        found["momentum_scale"] = factors.scale
+    if hyper.bands and factors is not None:
+        found["band_sums"] = (3, hyper.bands)
+    if hyper.keeps_initial_rms:
+        found["initial_rms"] = ()
+    return found
+
+
+def state_dtypes(shape: Shape, hyper: Hyper) -> dict[str, torch.dtype]:
+    """The dtype of each state tensor: float32, but for a matrix's momentum."""
+    found = dict.fromkeys(state_shapes(shape, hyper), torch.float32)
+    if "momentum" in found:
+        store = hyper.momentum_store(is_vector=len(shape) < 2)
+        assert store is not None
+        found["momentum"] = MOMENTUM_STORES[store]
+    return found
 
 
 def init_state(param: Tensor, hyper: Hyper, *, step_on_device: bool = False) -> State:
@@ -74,8 +110,9 @@ def init_state(param: Tensor, hyper: Hyper, *, step_on_device: bool = False) -> 
     The step counter stays on the CPU, as in torch, where reading it does not stall the device;
     the fused backend and CUDA graphs count on the device.
     """
+    dtypes = state_dtypes(tuple(param.shape), hyper)
     state = {
-        key: torch.zeros(shape, dtype=torch.float32, device=param.device)
+        key: torch.zeros(shape, dtype=dtypes[key], device=param.device)
         for key, shape in state_shapes(tuple(param.shape), hyper).items()
         if key != "step"
     }
@@ -92,6 +129,7 @@ def check_loaded(name: str, param: Tensor, loaded: dict[str, Any], hyper: Hyper)
             f"{tuple(param.shape)} needs {sorted(expected)}; it was saved from another model "
             "or another optimizer"
         )
+    dtypes = state_dtypes(tuple(param.shape), hyper)
     for key, shape in expected.items():
         found = tuple(loaded[key].shape) if isinstance(loaded[key], Tensor) else loaded[key]
         if found != shape:
@@ -100,14 +138,36 @@ def check_loaded(name: str, param: Tensor, loaded: dict[str, Any], hyper: Hyper)
                 f"parameter's shape {tuple(param.shape)} needs {shape}; load it into the model "
                 "it was saved from"
             )
+        if (loaded[key].dtype == torch.int8) != (dtypes[key] == torch.int8):
+            raise ValueError(
+                f"the checkpoint's {key} of parameter {name!r} is {loaded[key].dtype}, but its "
+                f"settings need {dtypes[key]}; codes of eight bits cannot be cast"
+            )
 
 
-def restored(param: Tensor, loaded: State, *, step_on_device: bool = False) -> State:
-    """Copy a checked state for `param`: float32 as saved, which torch would cast to its dtype."""
-    devices = {"step": param.device if step_on_device else torch.device("cpu")}
-    return {
-        key: value.detach().to(
-            device=devices.get(key, param.device), dtype=torch.float32, copy=True
+def check_kept(name: str, param: Tensor, state: State, hyper: Hyper) -> None:
+    """Refuse a momentum or a scale that the state of earlier steps was not made for."""
+    store = hyper.momentum_store(is_vector=param.dim() < 2)
+    bands = hyper.bands if param.dim() >= 2 else 0
+    momentum, sums = state.get("momentum"), state.get("band_sums")
+    fits = (
+        (None if momentum is None else momentum.dtype) == MOMENTUM_STORES.get(store or "")
+        and (0 if sums is None else sums.shape[1]) == bands
+        and ("initial_rms" in state) == hyper.keeps_initial_rms
+    )
+    if not fits:
+        raise ValueError(
+            f"the momentum or scale of parameter {name!r} was changed after its first step, and "
+            f"its state {sorted(state)} no longer fits; set them before the first step, or build "
+            "a new optimizer"
         )
+
+
+def restored(param: Tensor, loaded: State, hyper: Hyper, *, step_on_device: bool = False) -> State:
+    """Copy a checked state for `param` in its own dtypes; torch would cast it to the param's."""
+    devices = {"step": param.device if step_on_device else torch.device("cpu")}
+    dtypes = state_dtypes(tuple(param.shape), hyper)
+    return {
+        key: value.detach().to(device=devices.get(key, param.device), dtype=dtypes[key], copy=True)
         for key, value in loaded.items()
     }

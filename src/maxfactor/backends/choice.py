@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from maxfactor.hyper import MaxFactorHyper
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -39,6 +41,11 @@ def fused_obstacle(works: Sequence[Pending]) -> str | None:
         return "Triton is not installed; install it with `pip install triton` or set fused=False"
     first = works[0].param.device
     for work in works:
+        if isinstance(work.hyper, MaxFactorHyper) and work.hyper.bands > 1:
+            return (
+                f"parameter {work.name!r} has a FAM of {work.hyper.bands} bands, and the kernels "
+                "have only one; set bands=1 or fused=False"
+            )
         device = work.param.device
         if device.type != "cuda" and not is_interpreted():
             return (

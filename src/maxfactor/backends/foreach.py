@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-# The stages, the equations for lists of scalars and the simple way are the plain backend's.
-from maxfactor.backends import plain
+from maxfactor.backends import filtered, tasks
+from maxfactor.backends.matrix import Scratch
 from maxfactor.hyper import FLOAT32_TINY, MaxFactorHyper
 from maxfactor.rounding import rounded
 
@@ -29,20 +29,25 @@ CHUNK = 1 << 24  # elements: each float32 temporary takes at most 64 MiB, or one
 
 def step(works: Sequence[Work], *, check: bool) -> Outcome:
     """Take one step for each parameter; with `check`, none at all if a gradient is not finite."""
-    return plain.run(planned(works), works, check=check)
+    return tasks.run(planned(works), works, check=check)
 
 
-def planned(works: Sequence[Work]) -> Iterator[plain.Task]:
-    """Sort the works into chunks; what is rare takes the plain backend's simple way."""
-    usual = []
+def planned(works: Sequence[Work]) -> Iterator[tasks.Task]:
+    """Sort the works into chunks; what is rare takes the simple way."""
+    usual, with_memory = [], []
     for work in works:
-        if plain.matrix_shape(work) is not None and plain.is_contiguous(work):
+        if tasks.matrix_shape(work) is None:
+            yield tasks.Other(work)
+        elif tasks.is_filtered(work):
+            with_memory.append(work)
+        elif tasks.is_contiguous(work):
             usual.append(work)
         else:
-            yield plain.Other(work)
-    for t, alike in plain.grouped(usual, lambda work: work.param.dim() < 2):
+            yield tasks.Other(work)
+    for t, alike in tasks.grouped(usual, lambda work: work.param.dim() < 2):
         make = Vectors if alike[0].param.dim() < 2 else Matrices
-        yield from (make(chunk, t) for chunk in plain.chunks(alike, CHUNK))
+        yield from (make(chunk, t) for chunk in tasks.chunks(alike, CHUNK))
+    yield from filtered.planned(with_memory, lambda _: CHUNK, Scratch())
 
 
 class Chunk:
@@ -58,7 +63,7 @@ class Chunk:
         return [self._shaped(work, work.grad).to(torch.float32) for work in self.works]
 
     def _shaped(self, work: Work, x: Tensor) -> Tensor:
-        shape = plain.matrix_shape(work)
+        shape = tasks.matrix_shape(work)
         assert shape is not None
         return x.view(-1) if self.is_vector else x.view(shape)
 
@@ -71,11 +76,15 @@ class Chunk:
         hyper, k = self.hyper, len(self.works)
         torch._foreach_add_([work.state["step"] for work in self.works], 1.0)
         weights = [self._shaped(work, work.param).to(torch.float32) for work in self.works]
-        sizes = torch._foreach_div(norms(weights), self._roots())
-        alpha, keep = plain.rates(torch.stack(sizes), self.t, hyper)  # (2) (3) (4)
+        sizes = tasks.weight_sizes(
+            self.works,
+            self.t,
+            lambda: torch.stack(torch._foreach_div(norms(weights), self._roots())),
+        )
+        alpha, keep = tasks.rates(sizes, self.t, hyper)  # (2) (3) (4)
         grads = self._gradients()
         updates = self._normalized(grads)  # (7)
-        moves = self._moves(updates, grads, plain.downhill(alpha, hyper))  # (8) (9)
+        moves = self._moves(updates, grads, tasks.downhill(alpha, hyper))  # (8) (9)
         if isinstance(keep, Tensor) or keep != 1.0:
             torch._foreach_mul_(weights, each(keep, k))  # (4)
         torch._foreach_add_(weights, moves)
@@ -85,7 +94,7 @@ class Chunk:
     def _normalized(self, grads: list[Tensor]) -> list[Tensor]:
         """U = G / sqrt(V)."""
         variances = self._variances(grads)
-        torch._foreach_clamp_min_(variances, plain.variance_floor(self.hyper))
+        torch._foreach_clamp_min_(variances, tasks.variance_floor(self.hyper))
         torch._foreach_sqrt_(variances)
         return list(torch._foreach_div(grads, variances))
 
@@ -93,13 +102,13 @@ class Chunk:
         """What is added to W; the updates are used up."""
         hyper, k = self.hyper, len(grads)
         norm, rms = self._norms(updates)
-        by_sign = plain.moves_by_sign(hyper, is_vector=self.is_vector)
+        by_sign = tasks.moves_by_sign(hyper, is_vector=self.is_vector)
         row_max = []
         if by_sign:
             torch._foreach_abs_(updates)
             row_max = [update.amax(dim=-1, keepdim=True) for update in updates]
         largest = torch.stack(torch._foreach_norm(row_max or updates, math.inf))
-        scale = plain.update_scale(hyper, largest, norm, rms)  # (7) (8)
+        scale = tasks.update_scale(hyper, largest, norm, rms)  # (7) (8)
         factors = row_max if by_sign else updates
         torch._foreach_mul_(factors, each(scale, k))
         torch._foreach_mul_(factors, each(alpha, k))
@@ -111,7 +120,7 @@ class Chunk:
 
     def _norms(self, updates: list[Tensor]) -> tuple[Scalar, Scalar]:
         """||U|| and RMS(U) of each, or zeros where nobody asks."""
-        if not plain.needs_norm(self.hyper):
+        if not tasks.needs_norm(self.hyper):
             return 0.0, 0.0
         found = norms(updates)
         return torch.stack(found), torch.stack(torch._foreach_div(found, self._roots()))
@@ -145,7 +154,7 @@ class Vectors(Chunk):
         else:
             squares = list(torch._foreach_mul(grads, grads))
             torch._foreach_add_(squares, hyper.eps1)
-            lerp_(variances, squares, plain.statistic_weight(self.t, hyper))
+            lerp_(variances, squares, tasks.statistic_weight(self.t, hyper))
         return [variance.clone() for variance in variances]
 
 
@@ -172,7 +181,7 @@ class Matrices(Chunk):
 
     def _averaged(self, key: str, norms: list[Tensor], counts: list[int]) -> list[Tensor]:
         """Equation (5), of the rows or of the columns."""
-        hyper, kappa = self.hyper, plain.statistic_weight(self.t, self.hyper)  # (1)
+        hyper, kappa = self.hyper, tasks.statistic_weight(self.t, self.hyper)  # (1)
         means = list(torch._foreach_mul(norms, norms))
         if isinstance(hyper, MaxFactorHyper):
             torch._foreach_div_(means, [count + hyper.count_eps for count in counts])
@@ -187,7 +196,7 @@ class Matrices(Chunk):
     def _relative(self, rows: list[Tensor]) -> list[Tensor]:
         """The rows' factors of V: R over its largest entry, or over its mean."""
         hyper = self.hyper
-        if isinstance(hyper, MaxFactorHyper):
+        if isinstance(hyper, MaxFactorHyper) and hyper.direction != "factored":
             if not hyper.max_norm:
                 return rows
             divisors = list(torch._foreach_norm(rows, math.inf))  # R >= 0: its largest entry

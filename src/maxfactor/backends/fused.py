@@ -1,16 +1,17 @@
 """The fused backend: a fixed number of Triton launches per step, and no wait for the device.
 
-`Plan` lays out the tensors of a step once: which matrices they are, which tiles and slabs those
+`Plan` lays out the tensors of a step once: which matrices they are, which tiles and blocks those
 have, where in the work space their partial sums go. `FusedStep` keeps a plan while the tensors
 stay the same, brings new addresses and settings to the device when they change, and launches.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from maxfactor.backends import kernels as K  # noqa: N812
 from maxfactor.guard import LIMIT, given_up, refused
 from maxfactor.hyper import FLOAT32_TINY, AdafactorHyper, Hyper, MaxFactorHyper
+from maxfactor.orthogonal import orthogonal
 from maxfactor.rounding import is_stochastic, seed_key
 from maxfactor.rule import ADAFACTOR_MAX_STEP
 from maxfactor.state import factoring
@@ -29,6 +31,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from maxfactor.work import Work
+
+# What is asked of every tensor in every step; `map` with these is several times a loop's speed.
+GRAD, DTYPE, LAYOUT, VERSION = map(operator.attrgetter, ("grad", "dtype", "layout", "_version"))
+STRIDED = {torch.strided}
+WHITENED_AT_ONCE = 1 << 26  # elements
+STORES = {"int8": tl.int8, "bf16": tl.bfloat16, "fp32": tl.float32}
 
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -46,7 +54,7 @@ def settings_of(hyper: Hyper) -> list[float]:
         row |= {"GAMMA": hyper.gamma, "ONE_MINUS_GAMMA": 1.0 - hyper.gamma}
         row |= {"MIN_LR": hyper.min_lr, "COUNT_EPS": hyper.count_eps}
         row |= {"KAPPA_LOW": low, "KAPPA_HIGH": high, "CLIP": hyper.clip_threshold}
-        row |= {"BOOST": hyper.scalar_boost or 0.0}
+        row |= {"BOOST": hyper.scalar_boost or 0.0, **memory_settings(hyper)}
     elif isinstance(hyper, AdafactorHyper):
         row |= {"FLOOR": FLOAT32_TINY, "VARIANCE_FLOOR": FLOAT32_TINY}
         row |= {"OFFSET": hyper.eps1, "CLIP": hyper.clip_threshold}
@@ -54,6 +62,18 @@ def settings_of(hyper: Hyper) -> list[float]:
     for name, value in row.items():
         values[getattr(K, name).value] = value
     return values
+
+
+def memory_settings(hyper: MaxFactorHyper) -> dict[str, float]:
+    """The settings of the momentum; without one, (13) gives the input back."""
+    if hyper.momentum is None:
+        return {"MIX": 1.0, "LOG_BETA": -math.inf}
+    beta = hyper.fixed_beta
+    row = {"FIXED_BETA": beta, "LOG_BETA": math.log(beta) if beta else -math.inf, "MIX": hyper.mix}
+    if (fam := hyper.fam) is not None:
+        row |= {"BETA_MIN": fam.beta_min, "BETA_MAX": fam.beta_max, "THETA": fam.theta}
+        row["WARMUP"] = fam.warmup
+    return row
 
 
 def flags_of(hyper: Hyper, param: Tensor) -> int:
@@ -65,6 +85,12 @@ def flags_of(hyper: Hyper, param: Tensor) -> int:
     if isinstance(hyper, MaxFactorHyper):
         bits["MAX_NORM"] = hyper.max_norm
         bits["SIGN"] = hyper.vector_direction == "sign_max" if vector else hyper.max_norm
+        bits["FACTORED"] = hyper.direction == "factored"
+        bits["SIGN"] &= not bits["FACTORED"]
+        bits["FILTERED"] = hyper.is_filtered(is_vector=vector)
+        bits["WHITENS"] = hyper.direction == "orthogonal" and not vector
+        bits["ADAPTIVE"] = hyper.fam is not None and not vector
+        bits["INITIAL"] = hyper.keeps_initial_rms
         bits["BOOSTED"] = hyper.is_boosted_scalar(param.numel())
         bits["RAMP"] = hyper.step_rule == "ramp"
         bits["DECAY_BY_LR"] = hyper.decay_by == "lr"
@@ -74,10 +100,13 @@ def flags_of(hyper: Hyper, param: Tensor) -> int:
     return sum(int(getattr(K, name).value) for name, value in bits.items() if value)
 
 
-def is_general(hyper: Hyper, flags: int) -> bool:
+def is_general(work: Work) -> bool:
     """Whether a tensor needs more than signs and row maxima."""
+    hyper, flags = work.hyper, flags_of(work.hyper, work.param)
     if not isinstance(hyper, MaxFactorHyper):
         return True
+    if flags & K.WHITENS.value:
+        return False
     plain_sign = flags & K.SIGN.value and not flags & K.BOOSTED.value
     return not plain_sign or hyper.d < 1.0 or hyper.clip_threshold > 0.0
 
@@ -124,6 +153,7 @@ class Key(NamedTuple):
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
     aligned: bool  # every row of W, G and the variance starts on 16 bytes
+    store: str | None  # of the momentum; "none" for a filter without one, None for no filter
 
 
 @dataclass
@@ -131,13 +161,40 @@ class Kind:
     """Tensors that share their launches."""
 
     key: Key
-    general: bool = False
-    slabs: list[tuple[int, int]] = field(default_factory=list)  # (matrix, how many)
-    slab_count: int = 0
+    general: bool
     blocks: list[tuple[int, int]] = field(default_factory=list)  # (matrix, how many)
     block_count: int = 0
     first_tile: int = 0
     tiles: int = 0
+
+    @property
+    def signed(self) -> bool:
+        """Whether signs are kept as bits: not where G is needed anyway, nor where it is small."""
+        worth_it = self.filters or self.key.grad_dtype == torch.float32 or K.INTERPRETED
+        return not self.general and worth_it
+
+    @property
+    def filters(self) -> bool:
+        """Whether there is momentum, or an orthogonal direction."""
+        return self.key.store is not None
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """What the kernels are compiled for, of the momentum."""
+        keeps = self.key.store in STORES
+        return {"STORE": STORES.get(self.key.store or "", tl.float32), "KEEPS": keeps}
+
+    @property
+    def apply(self) -> K.Shape:
+        """Pieces of `apply`: those of `statistics` where it takes the signs from there."""
+        if self.signed:
+            return K.APPLY_SIGNS
+        return K.APPLY_GENERAL if self.general else K.APPLY
+
+    @property
+    def maxima(self) -> K.Shape:
+        """Blocks of `maxima`."""
+        return K.MAXIMA_GENERAL if self.general else K.MAXIMA
 
 
 class Plan:
@@ -150,6 +207,7 @@ class Plan:
         self.first_of: list[int] = []  # the first matrix of each tensor
         self.tasks: list[tuple[int, int, int]] = []  # (matrix, kind, chunk) of `finalize`
         self.kinds: dict[Key, Kind] = {}
+        self.general = {key for key, work in zip(keys, works, strict=True) if is_general(work)}
         self.sizes = dict.fromkeys(("rows", "row_part", "col_part", "row_chunks", "col_chunks"), 0)
         for owner, work in enumerate(works):
             self._add(owner, work, keys[owner], group_of[owner])
@@ -158,13 +216,16 @@ class Plan:
         flags = flags_of(work.hyper, work.param)
         common = {"STEP": work.state["step"].data_ptr(), "FLAGS": flags, "GROUP": group}
         common |= {"OWNER": owner, "NUMEL": work.param.numel()}
+        for name in ("momentum", "momentum_scale", "band_sums", "initial_rms"):
+            if name in work.state:
+                common[name.upper()] = work.state[name].data_ptr()
         self.first_of.append(len(self.table))
         if work.param.numel() == 0:
             self.tasks.append((len(self.table), K.OF_EMPTY.value, 0))
             self._append(common)
             return
-        kind = self.kinds.setdefault(key, Kind(key, first_tile=self.tile_count))
-        kind.general |= is_general(work.hyper, flags)
+        kind = self.kinds.get(key) or Kind(key, key in self.general, first_tile=self.tile_count)
+        self.kinds[key] = kind
         first, first_tile, first_block = len(self.table), self.tile_count, kind.block_count
         for shape in matrices_of(work):
             self._add_matrix(work, shape, common, kind)
@@ -183,25 +244,22 @@ class Plan:
         """Add a matrix of (rows, columns, position of its first element)."""
         m, n, start = shape
         k = len(self.table)
-        strips, slabs = ceil_div(n, K.COLUMNS), ceil_div(m, K.SLAB_ROWS)
-        tiles = ceil_div(m, K.TILE_ROWS) * strips
-        entry = {"ROWS": m, "COLS": n, "START": start, "STRIPS": strips, "SLABS": slabs}
+        strips, down = ceil_div(n, K.COLUMNS), ceil_div(m, K.TILE_ROWS)
+        entry = {"ROWS": m, "COLS": n, "START": start, "STRIPS": strips, "DOWN": down}
         entry |= {"FIRST_TILE": self.tile_count, "ROW_SPACE": self._reserve("rows", m)}
-        entry |= {"FIRST_SLAB": kind.slab_count, "FIRST_BLOCK": kind.block_count}
+        entry["FIRST_BLOCK"] = kind.block_count
         if common["FLAGS"] & K.DENSE.value:
             entry["COL_VAR"] = work.state["variance"].data_ptr() + 4 * start
         else:
-            entry |= self._add_factors(work, shape, strips, slabs)
-        self.tiles.append((k, tiles))
-        self.tile_count += tiles
-        kind.slabs.append((k, slabs * strips))
-        kind.slab_count += slabs * strips
-        kind.blocks.append((k, ceil_div(m, K.MAXIMA_ROWS)))
+            entry |= self._add_factors(work, shape, strips, down)
+        self.tiles.append((k, down * strips))
+        self.tile_count += down * strips
+        kind.blocks.append((k, ceil_div(m, kind.maxima.rows)))
         kind.block_count += kind.blocks[-1][1]
         self._append({**common, **entry})
 
     def _add_factors(
-        self, work: Work, shape: tuple[int, int, int], strips: int, slabs: int
+        self, work: Work, shape: tuple[int, int, int], strips: int, down: int
     ) -> dict[str, int]:
         """Places of a factored matrix' statistics and partial sums."""
         m, n, start = shape
@@ -213,7 +271,7 @@ class Plan:
             "ROW_VAR": work.state["row_var"].data_ptr() + 4 * batch * m,
             "COL_VAR": work.state["col_var"].data_ptr() + 4 * batch * n,
             "ROW_PART": self._reserve("row_part", strips * m),
-            "COL_PART": self._reserve("col_part", slabs * n),
+            "COL_PART": self._reserve("col_part", down * n),
             "ROW_CHUNK": self._reserve("row_chunks", row_chunks),
             "ROW_CHUNKS": row_chunks,
             "COL_CHUNK": self._reserve("col_chunks", col_chunks),
@@ -233,10 +291,18 @@ class Plan:
 
 def keys_of(works: Sequence[Work]) -> list[Key]:
     """The kind of each tensor; two kinds if possible, so that a step has at most eight launches."""
-    keys = [Key(w.param.dtype, w.grad.dtype, is_aligned(w)) for w in works]
+    keys = [Key(w.param.dtype, w.grad.dtype, is_aligned(w), store_of(w)) for w in works]
     if len(set(keys)) > 2:
         keys = [key._replace(aligned=False) for key in keys]
     return keys
+
+
+def store_of(work: Work) -> str | None:
+    """How a tensor's momentum is stored, as `Key` wants it."""
+    hyper, vector = work.hyper, work.param.dim() < 2
+    if not isinstance(hyper, MaxFactorHyper) or not hyper.is_filtered(is_vector=vector):
+        return None
+    return hyper.momentum_store(is_vector=vector) or "none"
 
 
 def is_aligned(work: Work) -> bool:
@@ -271,6 +337,58 @@ def repeated(runs: Sequence[tuple[int, int]]) -> Tensor:
     """Each value as often as its count says."""
     values, counts = torch.tensor(runs, dtype=torch.int64).reshape(-1, 2).unbind(dim=1)
     return torch.repeat_interleave(values, counts)
+
+
+# --------------------------------------------------------------------- orthogonal direction
+
+
+class Whitening:
+    """The buffer that orthogonal directions go through, and their iteration.
+
+    `filtered` writes into it what is to be orthogonalised, matrices of equal shape side by side;
+    `apply` reads the directions. It is there only for the time of a step.
+    """
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self.device = works[0].param.device
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.kind = KINDS[self.dtype]
+        shapes: dict[tuple[int, int], list[int]] = {}
+        for index, work in enumerate(works):
+            if work.param.numel() and flags_of(work.hyper, work.param) & K.WHITENS.value:
+                m, n, _ = matrices_of(work)[0]
+                shapes.setdefault((m, n), []).append(index)
+        self.groups = list(shapes.items())
+        self.numel = sum(m * n * len(members) for (m, n), members in self.groups)
+        self.buffer: Tensor | None = None
+
+    def addresses(self, count: int) -> list[int]:
+        """Make the buffer; where each tensor's matrix is in it, 0 for those that have none."""
+        places = [0] * count
+        if not self.groups:
+            return places
+        self.buffer = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        at = self.buffer.data_ptr()
+        for (m, n), members in self.groups:
+            for index in members:
+                places[index] = at
+                at += m * n * self.buffer.element_size()
+        return places
+
+    def run(self) -> None:
+        """Orthogonalise everything in the buffer, in batches of a bounded size."""
+        start = 0
+        for (m, n), members in self.groups:
+            assert self.buffer is not None
+            size = m * n * len(members)
+            matrices = self.buffer[start : start + size].view(-1, m, n)
+            for batch in matrices.split(max(1, WHITENED_AT_ONCE // (m * n))):
+                batch.copy_(orthogonal(batch))
+            start += size
+
+    def release(self) -> None:
+        """Give the memory back to torch."""
+        self.buffer = None
 
 
 # ---------------------------------------------------------------------------------- step
@@ -311,6 +429,7 @@ class FusedStep:
         group_of = {id(hyper): index for index, hyper in enumerate(hypers)}
         self.plan = Plan(works, self.keys, [group_of[id(work.hyper)] for work in works])
         self.layouts = layouts(self.params)
+        self.whitening = Whitening(works)
         self.stand_ins = {
             i: torch.empty_like(param, memory_format=torch.contiguous_format)
             for i, param in enumerate(self.params)
@@ -318,7 +437,9 @@ class FusedStep:
         }
         self.written = [p for i, p in enumerate(self.params) if i not in self.stand_ins]
         self.kept: list[Tensor] = []  # host memory that a captured graph reads at every replay
-        self.addresses: list[int] = []
+        self.grads: list[Any] = []  # of this step, gathered by `fits`
+        self.found: list[int] = []  # where W and G were in the last step
+        self.addresses: list[int] = []  # the same for the kernels, copies in place of strided ones
         self.versions: list[int] = []  # of the parameters whose squares are known
         self._allocate(status)
         self._upload(hypers)
@@ -335,16 +456,19 @@ class FusedStep:
 
         self.tasks = self._to_device(plan.tasks, torch.int32)
         self.tile_matrix = self._to_device(repeated(plan.tiles), torch.int32)
-        self.slabs = [self._to_device(repeated(kind.slabs), torch.int32) for kind in kinds]
         self.blocks = [self._to_device(repeated(kind.blocks), torch.int32) for kind in kinds]
         self.first_of = self._to_device(plan.first_of, torch.int32)
-        self.row_part, self.row_peak = (zeros(plan.sizes["row_part"]) for _ in range(2))
+        self.row_part = zeros(plan.sizes["row_part"])
+        self.row_peak = zeros(plan.sizes["row_part"], 2, dtype=torch.int32)
         self.col_part = zeros(plan.sizes["col_part"])
         self.ratios = zeros(plan.sizes["col_chunks"], 2)
         self.row_sum_var = zeros(plan.sizes["row_chunks"])
         self.row_max = zeros(plan.sizes["rows"], dtype=torch.int32)
         self.extremes = zeros(len(plan.table), 3, dtype=torch.int32)
         self.squares, self.update_squares = zeros(plan.tile_count), zeros(plan.block_count)
+        self.unsigned = zeros(plan.tile_count, dtype=torch.int8)
+        tiles = plan.tile_count if any(kind.filters for kind in kinds) else 0
+        self.tile_sums, self.filter_sums = (zeros(tiles, K.SUMS.value) for _ in range(2))
         self.scalars = zeros(tensors, K.SCALARS.value)
         self.update_max, self.bad = (zeros(tensors, dtype=torch.int32) for _ in range(2))
         self.status = zeros(K.STATUS.value, dtype=torch.int32) if status is None else status
@@ -381,7 +505,7 @@ class FusedStep:
     def fits(self, flat: Sequence[Tensor], hypers: Sequence[Hyper]) -> bool:
         """Whether the tensors and settings are still those that the plan was made for.
 
-        This runs in every step over every tensor: plain loops, no calls of our own.
+        This and `step` run over every tensor in every step: `map`, and no calls of our own.
         """
         states = chain.from_iterable(map(dict.values, self.states))
         if (
@@ -392,18 +516,21 @@ class FusedStep:
             or [fixed_settings(hyper) for hyper in hypers] != self.fixed
         ):
             return False
-        strided, moved = torch.strided, list[int]()
-        for param, dtype in zip(self.params, self.grad_dtypes, strict=True):
-            grad = param.grad
-            if grad is None or grad.dtype is not dtype or grad.layout is not strided:
-                return False
-            moved += (param.data_ptr(), grad.data_ptr())
-        return moved == self.addresses or self._may_move(moved)
+        grads: list[Any] = list(map(GRAD, self.params))
+        if any(map(operator.is_, grads, repeat(None))) or set(map(LAYOUT, grads)) != STRIDED:
+            return False
+        if list(map(DTYPE, grads)) != self.grad_dtypes:
+            return False
+        found = list(map(Tensor.data_ptr, chain(self.params, grads)))
+        if found != self.found and not self._may_move(found):
+            return False
+        self.grads, self.found = grads, found
+        return True
 
     def _may_move(self, addresses: list[int]) -> bool:
         """Whether tensors that are elsewhere now are still laid out as the plan wants them."""
-        aligned = [key.aligned for key in self.keys for _ in range(2)]
-        if any(fit and address & 15 for fit, address in zip(aligned, addresses, strict=True)):
+        aligned = [key.aligned for key in self.keys]
+        if any(fit and at & 15 for fit, at in zip(aligned * 2, addresses, strict=True)):
             return False
         return layouts(self.params) == self.layouts
 
@@ -423,7 +550,7 @@ class FusedStep:
             self.rates.copy_(self._to_device(rates, torch.float32), non_blocking=True)
             self.rate_values = rates
         borrowed = self._bring_addresses()
-        versions = [param._version for param in self.params]
+        versions = list(map(VERSION, self.params))
         with on_device(self.device):
             self._launch(
                 check=nonfinite != "ignore",
@@ -438,6 +565,7 @@ class FusedStep:
         increment_version(self.written)
         self.versions = [version + 1 for version in versions]
         del borrowed  # not before the launches that read them
+        self.whitening.release()
         if nonfinite == "raise" and found_inf is None:
             self._raise_if_skipped()
         elif nonfinite != "ignore":
@@ -445,69 +573,98 @@ class FusedStep:
         return Outcome(self.scalars[:, K.ALPHA.value])
 
     def _bring_addresses(self) -> list[Tensor]:
-        """Upload the addresses of W and G if one of them has moved; return copies made for it."""
-        params, borrowed = self.params, []
-        grads: list[Any] = [param.grad for param in params]
-        for i, grad in enumerate(grads):
-            if not grad.is_contiguous():
-                grads[i] = grad.contiguous()
-                borrowed.append(grads[i])
+        """Upload the addresses of W and G if one of them has moved; return what they belong to."""
+        grads, self.grads = self.grads or list(map(GRAD, self.params)), []
+        params = self.params
+        if not all(map(Tensor.is_contiguous, grads)):
+            grads = [grad.contiguous() for grad in grads]
         if self.stand_ins:
             params = list(params)
             for i, stand_in in self.stand_ins.items():
                 params[i] = stand_in.copy_(params[i])
-        addresses = [t.data_ptr() for pair in zip(params, grads, strict=True) for t in pair]
+        addresses = [0] * (3 * len(params))
+        addresses[::3] = map(Tensor.data_ptr, params)
+        addresses[1::3] = map(Tensor.data_ptr, grads)
+        addresses[2::3] = self.whitening.addresses(len(params))
         if addresses != self.addresses:
             self.pointers = self._to_device(addresses, torch.int64)
             self.addresses = addresses
-        return borrowed
+        return grads
 
     def _launch(
         self, *, check: bool, stale: bool, scaled: bool, grad_scale: Tensor, found_inf: Tensor
     ) -> None:
         kinds = list(self.plan.kinds.values())
-        options = [launch_options(kind.key) for kind in kinds]
-        for kind, slabs, option in zip(kinds, self.slabs, options, strict=True):
+        options = [launch_options(kind) for kind in kinds]
+        # One bit for each element, only for the time of a step.
+        words = K.PIECE_ROWS * K.COLUMNS if any(kind.signed for kind in kinds) else 0
+        signs = torch.empty(self.plan.tile_count, words, dtype=torch.int16, device=self.device)
+        for kind, option in zip(kinds, options, strict=True):
             if stale:
-                K.weight_squares[(kind.tiles,)](
-                    self.pointers, self.table, self.tile_matrix, self.squares, kind.first_tile,
-                    P_KIND=KINDS[kind.key.param_dtype], ROWS_=K.STATISTICS_ROWS,
-                    TILE=K.TILE_ROWS, **option,
-                )  # fmt: skip
-            K.statistics[(len(slabs),)](
-                self.pointers, self.table, slabs, self.row_part, self.row_peak, self.col_part,
-                self.extremes, self.bad, self.status, grad_scale,
-                CHECK=check, SCALED=scaled, G_KIND=KINDS[kind.key.grad_dtype], SLAB=K.SLAB_ROWS,
-                ROWS_=K.STATISTICS_ROWS, STAGES_=K.STAGES, **option,
+                self._apply(kind, signs, grad_scale, scaled=scaled, measure=True)
+            K.statistics[(kind.tiles,)](
+                self.pointers, self.table, self.tile_matrix, self.row_part, self.row_peak,
+                self.col_part, self.extremes, signs, self.unsigned, self.tile_sums, self.settings,
+                self.bad, self.status, grad_scale, kind.first_tile, CHECK=check, SCALED=scaled,
+                SIGNED=kind.signed and not kind.filters, FILTERS=kind.filters,
+                G_KIND=KINDS[kind.key.grad_dtype], ROWS_=K.STATISTICS.rows, BUNDLE_=K.BUNDLE,
+                TILE=K.TILE_ROWS, STAGES_=K.STAGES, num_warps=K.STATISTICS.warps, **option,
             )  # fmt: skip
         K.finalize[(len(self.tasks),)](
             self.table, self.settings, self.tasks, self.row_part, self.col_part,
             self.extremes, self.row_sum_var, self.squares, self.scalars, self.update_max,
-            self.ratios, self.bad, self.status, found_inf,
+            self.ratios, self.row_max, self.bad, self.status, found_inf,
             SCALED=scaled, CHUNK_=K.CHUNK, enable_fp_fusion=True,
         )  # fmt: skip
-        for kind, blocks, option in zip(kinds, self.blocks, options, strict=True):
-            K.maxima[(len(blocks),)](
-                self.pointers, self.table, self.settings, blocks, self.row_peak, self.ratios,
-                self.extremes, self.row_sum_var, self.row_max, self.update_max,
-                self.update_squares, self.scalars, self.status, grad_scale, SCALED=scaled,
-                G_KIND=KINDS[kind.key.grad_dtype], GENERAL=kind.general, ROWS_=K.MAXIMA_ROWS,
-                **option,
-            )  # fmt: skip
-        if any(kind.general for kind in kinds):
+        for kind, blocks in zip(kinds, self.blocks, strict=True):
+            if kind.filters:
+                self._filter(kind, signs, grad_scale, scaled=scaled)
+            else:
+                self._maxima(kind, blocks, grad_scale, scaled=scaled)
+        if any(kind.general or kind.filters for kind in kinds):
             K.rescale[(len(self.params),)](
                 self.table, self.settings, self.first_of, self.update_max, self.update_squares,
-                self.scalars, enable_fp_fusion=True,
+                self.filter_sums, self.scalars, self.status, enable_fp_fusion=True,
             )  # fmt: skip
-        for kind, option in zip(kinds, options, strict=True):
-            K.apply[(kind.tiles,)](
-                self.pointers, self.table, self.settings, self.tile_matrix, self.extremes,
-                self.row_sum_var, self.row_max, self.update_max, self.squares, self.scalars,
-                self.status, grad_scale, self.seed_keys, kind.first_tile, SCALED=scaled,
-                P_KIND=KINDS[kind.key.param_dtype], G_KIND=KINDS[kind.key.grad_dtype],
-                ROWS_=K.apply_rows(kind.key.param_dtype.itemsize), TILE=K.TILE_ROWS,
-                GENERAL=kind.general, STAGES_=K.STAGES, **option,
-            )  # fmt: skip
+        self.whitening.run()
+        for kind in kinds:
+            self._apply(kind, signs, grad_scale, scaled=scaled, measure=False)
+
+    def _maxima(self, kind: Kind, blocks: Tensor, grad_scale: Tensor, *, scaled: bool) -> None:
+        K.maxima[(len(blocks),)](
+            self.pointers, self.table, self.settings, blocks, self.row_peak, self.ratios,
+            self.extremes, self.row_sum_var, self.row_max, self.update_max,
+            self.update_squares, self.scalars, self.status, grad_scale, SCALED=scaled,
+            G_KIND=KINDS[kind.key.grad_dtype], GENERAL=kind.general, ROWS_=kind.maxima.rows,
+            BUNDLE_=K.BUNDLE, STRIPS_=K.STRIPS_AT_ONCE, STAGES_=K.STAGES,
+            num_warps=kind.maxima.warps, **launch_options(kind),
+        )  # fmt: skip
+
+    def _filter(self, kind: Kind, signs: Tensor, grad_scale: Tensor, *, scaled: bool) -> None:
+        K.filtered[(kind.tiles,)](
+            self.pointers, self.table, self.settings, self.tile_matrix, self.extremes,
+            self.row_sum_var, self.row_max, self.update_max, self.tile_sums, self.filter_sums,
+            self.scalars, signs, self.unsigned, self.status, grad_scale, kind.first_tile,
+            SCALED=scaled, SIGNED=kind.signed, GENERAL=kind.general, **kind.memory,
+            O_KIND=self.whitening.kind, G_KIND=KINDS[kind.key.grad_dtype],
+            ROWS_=K.FILTERED_SHAPE.rows, TILE=K.TILE_ROWS, STAGES_=K.STAGES,
+            num_warps=K.FILTERED_SHAPE.warps, **launch_options(kind),
+        )  # fmt: skip
+
+    def _apply(
+        self, kind: Kind, signs: Tensor, grad_scale: Tensor, *, scaled: bool, measure: bool
+    ) -> None:
+        """Write the weights, or only measure them."""
+        K.apply[(kind.tiles,)](
+            self.pointers, self.table, self.settings, self.tile_matrix, self.extremes,
+            self.row_sum_var, self.row_max, self.update_max, self.squares, self.scalars, signs,
+            self.unsigned, self.status, grad_scale, self.seed_keys, kind.first_tile, int(measure),
+            SCALED=scaled, SIGNED=kind.signed, FILTERS=kind.filters, **kind.memory,
+            O_KIND=self.whitening.kind, P_KIND=KINDS[kind.key.param_dtype],
+            G_KIND=KINDS[kind.key.grad_dtype], ROWS_=kind.apply.rows, TILE=K.TILE_ROWS,
+            GENERAL=kind.general, STAGES_=K.STAGES, num_warps=kind.apply.warps,
+            **launch_options(kind),
+        )  # fmt: skip
 
     # The guard -------------------------------------------------------------------------
 
@@ -547,10 +704,10 @@ class FusedStep:
             raise given_up(in_a_row, names)
 
 
-def launch_options(key: Key) -> dict[str, Any]:
+def launch_options(kind: Kind) -> dict[str, Any]:
     """What the kernels that touch W or G are compiled for."""
     # Fusing a product and a sum into one rounding is Triton's own default; newer ones ask for it.
-    return {"COLS_": K.COLUMNS, "ALIGNED": key.aligned, "enable_fp_fusion": True}
+    return {"COLS_": K.COLUMNS, "ALIGNED": kind.key.aligned, "enable_fp_fusion": True}
 
 
 def layouts(params: Sequence[Tensor]) -> list[tuple[object, ...]]:

@@ -3,14 +3,18 @@
 A step is four launches over all tensors of a kind (one kind: one pair of dtypes):
 
 1. `statistics` reads G: sums of squares of each row (over a strip of columns) and of each column
-   (over a slab of rows), whether anything is not finite, and the largest |G| / sqrt(C) of each row
-   and strip, with the C of the step before.
+   (over the rows of a tile), whether anything is not finite, the largest |G| / sqrt(C) of each row
+   and strip, with the C of the step before, and the signs of G, packed into bits.
 2. `finalize` adds the partial sums, equations (1) to (5), and notes by how much C has changed.
 3. `maxima` finds the row maxima of |U|, (6) and (7). Most of G need not be read again for that: a
    strip whose largest value, by the C of before and the most that C has changed, cannot reach what
-   another strip of the row has at least, does not hold the maximum.
-4. `apply` reads G and W and writes W, (4) (8) (9), and sums the squares of the new W for the
-   next step's (3).
+   another strip of the row has, does not hold the maximum.
+4. `apply` reads W and the signs and writes W, (4) (8) (9), and sums the squares of the new W for
+   the next step's (3). A tile of G with a zero in it, whose sign no bit can tell, is read again.
+
+Where there is momentum, or an orthogonal direction, `filtered` takes the place of `maxima`: it
+reads G and M, writes M, (10) to (13), and packs the signs of y instead of G's. `apply` makes y anew
+from G and the stored M where signs do not do, and takes an orthogonal direction from a buffer.
 
 Sums are taken in two stages in a fixed order, maxima by integer atomics on the bits of floats that
 are not negative: results repeat bit for bit.
@@ -18,26 +22,39 @@ are not negative: results repeat bit for bit.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from maxfactor import quantize
 from maxfactor.backends.choice import is_interpreted
 
-# A strip is COLUMNS wide. A slab of `statistics` is SLAB_ROWS rows of a strip, a tile of `apply`
-# TILE_ROWS rows of one, both loaded in pieces of a few rows; a block of `maxima` is a few rows in
-# all strips. A program of `finalize` has CHUNK rows, or one strip.
-# In the interpreter all are small, so that small tensors have several of each.
+# A strip is COLUMNS wide. A tile is TILE_ROWS rows of a strip, loaded in PIECES of PIECE_ROWS rows
+# each; the signs of a tile are as many words as a piece has elements, with one bit for each piece.
+# A block of `maxima` is a few rows in all strips. A program of `finalize` has CHUNK rows, or one
+# strip. In the interpreter all are small, so that small tensors have several of each.
 INTERPRETED = is_interpreted()
-COLUMNS, CHUNK, SLAB_ROWS, TILE_ROWS = (32, 32, 16, 8) if INTERPRETED else (256, 256, 512, 128)
-STATISTICS_ROWS, MAXIMA_ROWS = (4, 4) if INTERPRETED else (16, 32)
-STAGES = 4  # pieces under way from memory; `maxima`, where most are masked, does better with one
+COLUMNS, PIECE_ROWS, PIECES = (64, 4, 4) if INTERPRETED else (256, 8, 16)
+CHUNK = COLUMNS
+BLOCK = tl.constexpr(quantize.BLOCK)  # values of a stored momentum that share a scale
+TILE_ROWS = PIECE_ROWS * PIECES
+BUNDLE, STRIPS_AT_ONCE = 8, 8  # `maxima` reads bundles of so many columns, of so many strips
+STAGES = 3  # pieces under way from memory
 
 
-def apply_rows(element_size: int) -> int:
-    """Rows of a piece of `apply`, the fastest on an H200."""
-    if INTERPRETED:
-        return 4
-    return 8 if element_size == 4 else 4
+class Shape(NamedTuple):
+    """What a kernel works on at a time, and with how many warps. The fastest on an H200."""
+
+    rows: int
+    warps: int
+
+
+STATISTICS = Shape(PIECE_ROWS, 1)  # one warp: sums over a row need not leave it
+APPLY_SIGNS = Shape(PIECE_ROWS, 2)
+APPLY, APPLY_GENERAL = Shape(4, 4), Shape(4, 2)
+FILTERED_SHAPE = Shape(PIECE_ROWS, 4)
+MAXIMA, MAXIMA_GENERAL = (Shape(4, 1), Shape(4, 1)) if INTERPRETED else (Shape(16, 1), Shape(8, 1))
 
 
 def constants(count: int) -> list[tl.constexpr]:
@@ -46,28 +63,34 @@ def constants(count: int) -> list[tl.constexpr]:
 
 
 # Columns of the int64 table, one row for each matrix: a tensor, one matrix of a batch, or a piece
-# of a vector. `pointers` is a table of its own, (W, G) of each tensor, since gradients move.
-POINTERS = tl.constexpr(2)
+# of a vector. `pointers` is a table of its own, (W, G, O) of each tensor, since they move; O is the
+# orthogonal direction.
+POINTERS = tl.constexpr(3)
 (
-    ROW_VAR, COL_VAR, STEP, LR,  # addresses
+    ROW_VAR, COL_VAR, STEP, LR, MOMENTUM, MOMENTUM_SCALE, BAND_SUMS, INITIAL_RMS,  # addresses
     ROWS, COLS, NUMEL,  # of the matrix, and elements of the whole tensor
     START,  # position of the first element in the tensor
     FLAGS, GROUP,
     OWNER, OWNER_TILE, OWNER_TILES, OWNER_BLOCK, OWNER_BLOCKS,  # the tensor, its tiles and blocks
-    FIRST_TILE, FIRST_SLAB, FIRST_BLOCK, SLABS, STRIPS,
+    FIRST_TILE, FIRST_BLOCK, DOWN, STRIPS,  # DOWN: tiles one below the other
     ROW_SPACE, ROW_PART, COL_PART, ROW_CHUNK, ROW_CHUNKS, COL_CHUNK,  # places in the work space
     TABLE,
-) = constants(27)  # fmt: skip
+) = constants(30)  # fmt: skip
 
 # Columns of the float32 table of settings, one row for each group.
 (
     BETA2_DECAY, EPS1, EPS2, FLOOR, VARIANCE_FLOOR, D, WEIGHT_DECAY, GAMMA, ONE_MINUS_GAMMA,
     MIN_LR, COUNT_EPS, OFFSET, KAPPA_LOW, KAPPA_HIGH, CLIP, BOOST,
+    FIXED_BETA, LOG_BETA, BETA_MIN, BETA_MAX, WARMUP, THETA, MIX,
     SETTINGS,
-) = constants(17)  # fmt: skip
+) = constants(24)  # fmt: skip
 
 # Columns of the float32 scalars of a tensor.
-ALPHA, KEEP, TIME, SCALE, SCALARS = constants(5)
+# The last four are the filter's: beta, (1 - mu)/c of (13), what x is G times, and mean R.
+ALPHA, KEEP, TIME, SCALE, BETA, GAIN, FACTOR, MEAN, SCALARS = constants(9)
+
+# Sums of a tile that `filtered` leaves behind: of x M, of x^2, of y^2.
+XM, XX, YY, SUMS = constants(4)
 
 # Slots of the int32 status: a non-finite gradient seen, this step is skipped, counters.
 SEEN, SKIP, SKIPPED, IN_A_ROW, STATUS = constants(5)
@@ -88,7 +111,12 @@ OF_ROWS, OF_COLS, OF_TENSOR, OF_EMPTY = constants(4)
     DECAY_BY_LR,
     ABSOLUTE,  # Adafactor's step size is lr itself
     STOCHASTIC,  # rounding
-) = (tl.constexpr(1 << bit) for bit in range(11))
+    FACTORED,  # direction "factored": U divided by its RMS where that is more than d
+    FILTERED,  # momentum, or orthogonal
+    WHITENS,  # orthogonal
+    ADAPTIVE,  # FAM, with sums of its own
+    INITIAL,  # the step size is scaled by the RMS(W) of the beginning
+) = (tl.constexpr(1 << bit) for bit in range(16))
 INFINITY_BITS = tl.constexpr(0x7F800000)
 TINY = tl.constexpr(1.1754943508222875e-38)  # smallest normal float32
 
@@ -170,37 +198,45 @@ def inverse_root(x):
     return tl.rsqrt(tl.maximum(x, TINY))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_tile"])
 def statistics(
     pointers,
     table,
-    slab_matrix,
+    tile_matrix,
     row_part,
     row_peak,
     col_part,
     extremes,
+    signs,
+    unsigned,
+    tile_sums,
+    settings,
     bad,
     status,
     grad_scale,
+    first_tile,
     CHECK: tl.constexpr,
     SCALED: tl.constexpr,
+    SIGNED: tl.constexpr,
+    FILTERS: tl.constexpr,
     G_KIND: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS_: tl.constexpr,
     COLS_: tl.constexpr,
-    SLAB: tl.constexpr,
+    BUNDLE_: tl.constexpr,
+    TILE: tl.constexpr,
     STAGES_: tl.constexpr,
 ):
-    """Partial sums of G^2 over one slab of rows and one strip of columns."""
-    slab = tl.program_id(0)
-    k = tl.load(slab_matrix + slab).to(tl.int64)
+    """Partial sums of G^2 over one tile, and the signs of G."""
+    tile = first_tile + tl.program_id(0)
+    k = tl.load(tile_matrix + tile).to(tl.int64)
     entry = table + k * TABLE
     m = tl.load(entry + ROWS)
     n = tl.load(entry + COLS)
     strips = tl.load(entry + STRIPS)
-    local = slab - tl.load(entry + FIRST_SLAB)
+    local = tile - tl.load(entry + FIRST_TILE)
     strip = local % strips
-    first_row = local // strips * SLAB
+    first_row = local // strips * TILE
     cols = (strip * COLS_).to(tl.int32) + tl.arange(0, COLS_)
     pointer = address(pointers, entry, 1, G_KIND)
     place = tl.load(entry + ROW_PART) + strip * m
@@ -217,16 +253,25 @@ def statistics(
     col_pointer = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
     old_root = inverse_root(tl.load(col_pointer + cols, mask=cols < col_end, other=1.0))
     total = tl.zeros([ROWS_, COLS_], tl.float32)
-    last_row = tl.minimum(first_row + SLAB, m)
-    for row in tl.range(first_row, last_row, ROWS_, num_stages=STAGES_):
-        rows = (row + tl.arange(0, ROWS_)).to(tl.int32)
+    marks = tl.zeros([ROWS_, COLS_], tl.int32)  # a bit for each piece: negative; above, zero
+    variances = tl.zeros([ROWS_, COLS_], tl.float32)
+    setting = settings + tl.load(entry + GROUP) * SETTINGS
+    pieces = tl.cdiv(tl.minimum(m - first_row, TILE), ROWS_).to(tl.int32)
+    for piece in tl.range(0, pieces, num_stages=STAGES_):
+        rows = (first_row + piece * ROWS_ + tl.arange(0, ROWS_)).to(tl.int32)
         g = load_tile(pointer, rows, cols, m, n, G_KIND, ALIGNED) * scale
         square = g * g
         total += square
+        if SIGNED:
+            marks |= sign_marks(g, piece)
         if not dense:
             tl.store(row_part + place + rows, tl.sum(square, axis=1), mask=rows < m)
-            peak = tl.max(tl.abs(g) * old_root[None, :], axis=1)
-            tl.store(row_peak + place + rows, peak, mask=rows < m)
+        elif FILTERS:
+            variances += dense_variance(entry, setting, 1.0, g, rows, cols, m, n, ALIGNED)
+        if (not dense) and (not FILTERS):
+            peak, second = two_peaks(tl.abs(g) * old_root[None, :], ROWS_, COLS_, BUNDLE_)
+            tl.store(row_peak + (place + rows) * 2, peak, mask=rows < m)
+            tl.store(row_peak + (place + rows) * 2 + 1, second, mask=rows < m)
     by_column = tl.sum(total, axis=0)
     if not dense:
         tl.store(
@@ -234,44 +279,52 @@ def statistics(
             by_column,
             mask=cols < n,
         )
+    everything = tl.sum(by_column, axis=0)
+    finite = everything < float("inf")  # false for NaN too
+    if SIGNED:
+        tl.store(unsigned + tile, (has_zeros(marks, cols, n) | (finite == 0)).to(tl.int8))
+        if not dense:
+            tl.store(sign_places(signs, tile, ROWS_, COLS_), marks.to(tl.int16))
+    if FILTERS:
+        tl.store(tile_sums + tile * SUMS, everything)
+        tl.store(tile_sums + tile * SUMS + 1, tl.sum(tl.sum(variances, axis=0), axis=0))
     if CHECK:
-        everything = tl.sum(by_column, axis=0)
-        finite = everything < float("inf")  # false for NaN too
         if finite == 0:
             tl.store(status + SEEN, 1)
             tl.store(bad + tl.load(entry + OWNER), 1)
 
 
 @triton.jit
-def weight_squares(
-    pointers,
-    table,
-    tile_matrix,
-    squares,
-    first_tile,
-    P_KIND: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS_: tl.constexpr,
-    COLS_: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Partial sums of W^2, one for each tile; needed only when somebody else wrote W."""
-    tile = first_tile + tl.program_id(0)
-    k = tl.load(tile_matrix + tile).to(tl.int64)
-    entry = table + k * TABLE
-    m = tl.load(entry + ROWS)
-    n = tl.load(entry + COLS)
-    strips = tl.load(entry + STRIPS)
-    local = tile - tl.load(entry + FIRST_TILE)
-    first_row = local // strips * TILE
-    cols = (local % strips * COLS_).to(tl.int32) + tl.arange(0, COLS_)
-    pointer = address(pointers, entry, 0, P_KIND)
-    total = tl.zeros([ROWS_, COLS_], tl.float32)
-    for row in range(first_row, tl.minimum(first_row + TILE, m), ROWS_):
-        rows = (row + tl.arange(0, ROWS_)).to(tl.int32)
-        w = load_tile(pointer, rows, cols, m, n, P_KIND, ALIGNED)
-        total += w * w
-    tl.store(squares + tile, tl.sum(tl.sum(total, axis=1), axis=0))
+def sign_marks(values, piece):
+    """The bits of a piece: `piece` where negative, 16 above it where zero."""
+    negative = (values.to(tl.int32, bitcast=True) >> (31 - piece)) & (1 << piece)
+    return negative | tl.where(values == 0.0, 0x10000 << piece, 0)
+
+
+@triton.jit
+def has_zeros(marks, cols, n):
+    """Whether a tile has a zero. Rows beyond the last read as zeros: slower then, not wrong."""
+    return tl.max(tl.where((cols < n)[None, :], marks >> 16, 0) & 0xFFFF) != 0
+
+
+@triton.jit
+def two_peaks(values, ROWS_: tl.constexpr, COLS_: tl.constexpr, BUNDLE_: tl.constexpr):
+    """The largest value of each row with the number of its bundle, and the largest of all others.
+
+    Values are not negative, so their bits order as they do. The number takes the lowest bits.
+    """
+    bundles: tl.constexpr = COLS_ // BUNDLE_
+    highest = tl.max(tl.reshape(values, [ROWS_, bundles, BUNDLE_]), axis=2)
+    bits = (highest.to(tl.int32, bitcast=True) & ~(bundles - 1)) | tl.arange(0, bundles)[None, :]
+    peak = tl.max(bits, axis=1)
+    return peak, tl.max(tl.where(bits == peak[:, None], 0, bits), axis=1)
+
+
+@triton.jit
+def sign_places(signs, tile, ROWS_: tl.constexpr, COLS_: tl.constexpr):
+    """Where the sign bits of a tile are kept."""
+    within = tl.arange(0, ROWS_)[:, None] * COLS_ + tl.arange(0, COLS_)[None, :]
+    return signs + tile.to(tl.int64) * (ROWS_ * COLS_) + within
 
 
 @triton.jit
@@ -283,23 +336,29 @@ def statistic_weight(t, setting):
 
 
 @triton.jit
-def sum_of(values, first, count):
+def sum_of(values, first, count, stride=1):
     """The sum of `count` partial sums from `first` on, always in the same order."""
     total = tl.zeros([1024], tl.float32)
     for i in range(0, count, 1024):
         at = i + tl.arange(0, 1024)
-        total += tl.load(values + first + at, mask=at < count, other=0.0)
+        total += tl.load(values + (first + at) * stride, mask=at < count, other=0.0)
     return tl.sum(total, axis=0)
 
 
 @triton.jit
-def tensor_scalars(entry, setting, squares, scalars):
-    """Equations (2) (3) and the factor of (4) for one tensor."""
+def tensor_scalars(entry, setting, squares, scalars, skip):
+    """Equations (2) (3), the factor of (4), and the memory of (11) for one tensor."""
     flags = tl.load(entry + FLAGS)
     total = sum_of(squares, tl.load(entry + OWNER_TILE), tl.load(entry + OWNER_TILES))
     mean = total / tl.load(entry + NUMEL).to(tl.float32)
-    size = tl.maximum(tl.sqrt_rn(mean), tl.load(setting + EPS2))
     t = tl.load(tl.load(entry + STEP).to(tl.pointer_type(tl.float32))) + 1.0
+    size = tl.sqrt_rn(mean)
+    if (flags & INITIAL) != 0:
+        initial = tl.load(entry + INITIAL_RMS).to(tl.pointer_type(tl.float32))
+        size = tl.where(t == 1.0, size, tl.load(initial))
+        if skip == 0:
+            tl.store(initial, size)
+    size = tl.maximum(size, tl.load(setting + EPS2))
     lr = tl.load(tl.load(entry + LR).to(tl.pointer_type(tl.float32)))
     root = 1.0 / tl.sqrt_rn(t)
     rho = tl.maximum(tl.minimum(lr, root), tl.load(setting + MIN_LR))  # (2)
@@ -311,6 +370,26 @@ def tensor_scalars(entry, setting, squares, scalars):
     tl.store(place + ALPHA, alpha)
     tl.store(place + KEEP, 1.0 - decay * tl.load(setting + WEIGHT_DECAY))  # (4)
     tl.store(place + TIME, t)
+    if (flags & FILTERED) != 0:
+        beta = tl.load(setting + FIXED_BETA)
+        correction = one_minus_exp(t * tl.load(setting + LOG_BETA))
+        if (flags & ADAPTIVE) != 0:
+            sums = tl.load(entry + BAND_SUMS).to(tl.pointer_type(tl.float32))
+            adapted = 1.0 - tl.load(sums) / tl.maximum(tl.load(sums + 1), TINY)  # (11)
+            adapted = tl.maximum(adapted, tl.load(setting + BETA_MIN))
+            adapted = tl.minimum(adapted, tl.load(setting + BETA_MAX))
+            beta = tl.where(t <= tl.load(setting + WARMUP), beta, adapted)
+            correction = beta * tl.load(sums + 2) + (1.0 - beta)  # (12)
+        tl.store(place + BETA, beta)
+        tl.store(place + GAIN, (1.0 - tl.load(setting + MIX)) / correction)
+
+
+@triton.jit
+def one_minus_exp(z):
+    """1 - e^z for z <= 0, with all its digits near 0 too."""
+    series = 1.0 + z / 5.0 * (1.0 + z / 6.0 * (1.0 + z / 7.0 * (1.0 + z / 8.0)))
+    series = 1.0 + z / 2.0 * (1.0 + z / 3.0 * (1.0 + z / 4.0 * series))
+    return tl.where(z > -0.5, -z * series, 1.0 - tl.exp(z))
 
 
 @triton.jit
@@ -326,6 +405,7 @@ def finalize(
     scalars,
     update_max,
     ratios,
+    row_max,
     bad,
     status,
     found_inf,
@@ -361,7 +441,7 @@ def finalize(
         tl.store(update_max + owner, 0)
         if seen == 0:
             tl.store(bad + owner, 0)
-        tensor_scalars(entry, setting, squares, scalars)
+        tensor_scalars(entry, setting, squares, scalars, skip)
     else:
         t = tl.load(tl.load(entry + STEP).to(tl.pointer_type(tl.float32))) + 1.0
         kappa = statistic_weight(t, setting)  # (1)
@@ -376,7 +456,7 @@ def finalize(
         else:
             inside = at < n
             part = col_part + tl.load(entry + COL_PART)
-            parts = tl.load(entry + SLABS)
+            parts = tl.load(entry + DOWN)
             length, count = n, m
             place = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
         for i in range(0, parts, 16):
@@ -398,6 +478,7 @@ def finalize(
             tl.atomic_max(extremes + k * 3, largest.to(tl.int32, bitcast=True), sem="relaxed")
             tl.atomic_min(extremes + k * 3 + 1, smallest.to(tl.int32, bitcast=True), sem="relaxed")
             tl.store(row_sum_var + tl.load(entry + ROW_CHUNK) + chunk, tl.sum(new, axis=0))
+            tl.store(row_max + tl.load(entry + ROW_SPACE) + at, 0, mask=inside)
         else:
             ratio = inverse_root(new) / inverse_root(old)  # by how much 1 / sqrt(C) has changed
             spot = ratios + (tl.load(entry + COL_CHUNK) + chunk) * 2
@@ -408,13 +489,19 @@ def finalize(
 
 
 @triton.jit
+def mean_row_var(entry, row_sum_var):
+    """The mean of R."""
+    total = sum_of(row_sum_var, tl.load(entry + ROW_CHUNK), tl.load(entry + ROW_CHUNKS))
+    return total / tl.load(entry + ROWS).to(tl.float32)
+
+
+@triton.jit
 def row_scale(entry, setting, k, extremes, row_sum_var, flags):
     """What R is divided by in (6): max R, or mean R for Adafactor, or nothing."""
     largest = tl.load(extremes + k * 3).to(tl.float32, bitcast=True)
     scale = tl.maximum(largest, tl.load(setting + FLOOR))
-    if (flags & ADAFACTOR) != 0:
-        total = sum_of(row_sum_var, tl.load(entry + ROW_CHUNK), tl.load(entry + ROW_CHUNKS))
-        scale = tl.maximum(total / tl.load(entry + ROWS).to(tl.float32), TINY)
+    if (flags & (ADAFACTOR | FACTORED)) != 0:
+        scale = tl.maximum(mean_row_var(entry, row_sum_var), TINY)
     return tl.where((flags & MAX_NORM) != 0, scale, 1.0)
 
 
@@ -443,21 +530,75 @@ def is_floored(setting, k, extremes, scale):
 
 
 @triton.jit
-def strips_of_maximum(peaks, ratios, rows, strips, m):
-    """In which strips a row's largest |G| / sqrt(C) may be, as bits, for each of `rows`.
+def gathered(pointer, places, needed, KIND: tl.constexpr):
+    """Values at given places as float32, 0 where not needed."""
+    base = pointer.to(tl.pointer_type(KIND))
+    return tl.load(base + places, mask=needed, other=0.0).to(tl.float32)
 
-    Each strip's largest is known up to the change of C, between the bounds in `ratios`. A strip is
-    out if the most it can have is less than the least that another has; the slack covers rounding.
+
+@triton.jit
+def pruned_row_maxima(
+    pointer,
+    peaks,
+    changes,
+    col_pointer,
+    rows,
+    m,
+    n,
+    strips,
+    inverse_scale,
+    G_KIND: tl.constexpr,
+    COLS_: tl.constexpr,
+    BUNDLE_: tl.constexpr,
+    STRIPS_: tl.constexpr,
+):
+    """The largest |G| / sqrt(C) of each row, reading little of G.
+
+    `peaks` has, by the C of the step before, the largest of each strip with its bundle of columns,
+    and the largest outside that bundle. How much 1 / sqrt(C) has changed lies between the bounds in
+    `changes`. First the bundles are read, then what strips may still have more; the slack covers
+    rounding and the bits that the bundle's number took.
     """
-    which = tl.arange(0, 32)
-    real = which < strips
-    inside = (rows < m)[:, None] & real[None, :]
-    peak = tl.load(peaks + which[None, :] * m + rows[:, None], mask=inside, other=0.0)
-    low = tl.load(ratios + which * 2, mask=real, other=0.0)
-    high = tl.load(ratios + which * 2 + 1, mask=real, other=0.0)
-    least = tl.max(peak * low[None, :], axis=1)
-    needed = peak * high[None, :] * 1.0001 >= least[:, None]
-    return tl.sum(needed.to(tl.int32) << which[None, :], axis=1)
+    bundles: tl.constexpr = COLS_ // BUNDLE_
+    many = tl.arange(0, STRIPS_)
+    start = rows.to(tl.int64) * n  # of each row
+    by_row = tl.zeros_like(rows).to(tl.float32)
+    for first in range(0, strips, STRIPS_):
+        which = first + many
+        real = which < strips
+        inside = (rows < m)[:, None] & real[None, :]
+        peak = tl.load(peaks + (which[None, :] * m + rows[:, None]) * 2, mask=inside, other=0)
+        value = peak.to(tl.float32, bitcast=True)
+        low = tl.load(changes + which * 2, mask=real, other=0.0)
+        high = tl.load(changes + which * 2 + 1, mask=real, other=0.0)
+        least = tl.maximum(tl.max(value * low[None, :], axis=1) * 0.9999, by_row)
+        hopeful = inside & (value * high[None, :] * 1.0001 > least[:, None])
+        cols = which[None, :] * COLS_ + (peak & (bundles - 1)) * BUNDLE_
+        cols = cols[:, :, None] + tl.arange(0, BUNDLE_)[None, None, :]
+        needed = hopeful[:, :, None] & (cols < n)
+        g = gathered(pointer, start[:, None, None] + cols, needed, G_KIND)
+        c = tl.load(col_pointer + cols, mask=needed, other=1.0)
+        found = tl.max(tl.max(tl.abs(g) * inverse_root(c), axis=2), axis=1)
+        by_row = tl.maximum(by_row, found * inverse_scale)
+    for first in range(0, strips, STRIPS_):
+        which = first + many
+        real = which < strips
+        inside = (rows < m)[:, None] & real[None, :]
+        other = tl.load(peaks + (which[None, :] * m + rows[:, None]) * 2 + 1, mask=inside, other=0)
+        high = tl.load(changes + which * 2 + 1, mask=real, other=0.0)
+        most = other.to(tl.float32, bitcast=True) * high[None, :] * 1.0001
+        doubtful = tl.max(most, axis=1) > by_row
+        while tl.max(doubtful.to(tl.int32), axis=0) != 0:
+            strip = tl.argmax(most, axis=1)
+            cols = (first + strip)[:, None] * COLS_ + tl.arange(0, COLS_)[None, :]
+            needed = doubtful[:, None] & (cols < n)
+            g = gathered(pointer, start[:, None] + cols, needed, G_KIND)
+            c = tl.load(col_pointer + cols, mask=needed, other=1.0)
+            found = tl.max(tl.abs(g) * inverse_root(c), axis=1)
+            by_row = tl.maximum(by_row, found * inverse_scale)
+            most = tl.where(many[None, :] == strip[:, None], 0.0, most)  # this one is read
+            doubtful = tl.max(most, axis=1) > by_row
+    return by_row
 
 
 @triton.jit
@@ -482,6 +623,9 @@ def maxima(
     ALIGNED: tl.constexpr,
     ROWS_: tl.constexpr,
     COLS_: tl.constexpr,
+    BUNDLE_: tl.constexpr,
+    STRIPS_: tl.constexpr,
+    STAGES_: tl.constexpr,
 ):
     """Maxima of |U| before it is normalised, (6) and the left of (7), for a block of rows."""
     if tl.load(status + SKIP) != 0:
@@ -510,22 +654,36 @@ def maxima(
     r = tl.load(row_pointer + rows, mask=rows < row_end, other=1.0) / scale
     total = tl.zeros([ROWS_], tl.float32)
     by_row = tl.zeros([ROWS_], tl.float32)
-    separate = False
-    if not GENERAL:
-        separate = (dense == 0) & (is_floored(setting, k, extremes, scale) == 0)
-    if separate:  # the root of R can wait until after the maximum, and most strips are not read
-        needed = tl.zeros_like(rows) - 1
-        if strips <= 32:
-            peaks = row_peak + tl.load(entry + ROW_PART)
-            changes = ratios + tl.load(entry + COL_CHUNK) * 2
-            needed = strips_of_maximum(peaks, changes, rows, strips, m)
-        for strip in range(strips):
+    # Where the floor of (6) acts nowhere, the root of R can wait until after the maximum.
+    separate = (dense == 0) & (is_floored(setting, k, extremes, scale) == 0)
+    if separate & (GENERAL == 0):
+        by_row = pruned_row_maxima(
+            pointer,
+            row_peak + tl.load(entry + ROW_PART) * 2,
+            ratios + tl.load(entry + COL_CHUNK) * 2,
+            col_pointer,
+            rows,
+            m,
+            n,
+            strips,
+            inverse_scale,
+            G_KIND,
+            COLS_,
+            BUNDLE_,
+            STRIPS_,
+        )
+        by_row *= inverse_root(r)
+    elif separate:
+        for strip in tl.range(0, strips, num_stages=STAGES_):
             cols = strip * COLS_ + tl.arange(0, COLS_)
-            ends = tl.where(((needed >> (strip & 31)) & 1) != 0, m, 0)
-            g = load_tile(pointer, rows, cols, ends, n, G_KIND, ALIGNED)
+            g = load_tile(pointer, rows, cols, m, n, G_KIND, ALIGNED)
             c = tl.load(col_pointer + cols, mask=cols < n, other=1.0)
-            by_row = tl.maximum(by_row, tl.max(tl.abs(g) * inverse_root(c)[None, :], axis=1))
+            u = tl.abs(g) * inverse_root(c)[None, :]
+            by_row = tl.maximum(by_row, tl.max(u, axis=1))
+            if GENERAL:
+                total += tl.sum(u * u, axis=1)
         by_row *= inverse_root(r) * inverse_scale
+        total *= inverse_root(r) * inverse_root(r) * inverse_scale * inverse_scale
     else:
         for strip in range(strips):
             cols = strip * COLS_ + tl.arange(0, COLS_)
@@ -533,10 +691,8 @@ def maxima(
             if dense:
                 v = dense_variance(entry, setting, t, g, rows, cols, m, n, ALIGNED)
             else:
-                v = (
-                    r[:, None]
-                    * tl.load(col_pointer + cols, mask=cols < col_end, other=1.0)[None, :]
-                )
+                c = tl.load(col_pointer + cols, mask=cols < col_end, other=1.0)
+                v = r[:, None] * c[None, :]
             u = tl.abs(g) * tl.rsqrt(tl.maximum(v, floor))
             by_row = tl.maximum(by_row, tl.max(u, axis=1))
             if GENERAL:
@@ -556,27 +712,298 @@ def divisor_of(setting, update_max, owner):
 
 
 @triton.jit
-def rescale(table, settings, first_of, update_max, update_squares, scalars):
-    """What a tensor's direction is multiplied by: (7) (8) and the clip."""
+def rescale(table, settings, first_of, update_max, update_squares, filter_sums, scalars, status):
+    """What a tensor's direction is multiplied by, (7) (8) and the clip; FAM's sums, (11)."""
     owner = tl.program_id(0)
     entry = table + tl.load(first_of + owner).to(tl.int64) * TABLE
     setting = settings + tl.load(entry + GROUP) * SETTINGS
+    flags = tl.load(entry + FLAGS)
     scale = 1.0 / divisor_of(setting, update_max, owner)  # (7)
-    first, count = tl.load(entry + OWNER_BLOCK), tl.load(entry + OWNER_BLOCKS)
-    squares = sum_of(update_squares, first, count)
     numel = tl.maximum(tl.load(entry + NUMEL).to(tl.float32), 1.0)
+    first, count = tl.load(entry + OWNER_TILE), tl.load(entry + OWNER_TILES)
+    if (flags & FILTERED) != 0:
+        squares = sum_of(filter_sums + YY, first, count, SUMS)
+    else:
+        squares = sum_of(
+            update_squares, tl.load(entry + OWNER_BLOCK), tl.load(entry + OWNER_BLOCKS)
+        )
     clip = tl.load(setting + CLIP)
-    if (tl.load(entry + FLAGS) & ADAFACTOR) != 0:
-        scale = 1.0 / tl.maximum(1.0, tl.sqrt_rn(squares / numel) / clip)
+    if (flags & (ADAFACTOR | FACTORED)) != 0:
+        bound = tl.where((flags & FACTORED) != 0, tl.load(setting + D), clip)
+        scale = 1.0 / tl.maximum(1.0, tl.sqrt_rn(squares / numel) / bound)
     else:
         norm = tl.sqrt_rn(squares) * scale
         shrink = tl.where(clip > 0.0, clip / tl.maximum(tl.maximum(norm, clip), TINY), 1.0)
         s = tl.maximum(1.0, norm * shrink / tl.sqrt_rn(numel) / tl.load(setting + D))  # (8)
         scale = scale * shrink / s
     tl.store(scalars + owner * SCALARS + SCALE, scale)
+    if ((flags & ADAPTIVE) != 0) & (tl.load(status + SKIP) == 0):
+        sums = tl.load(entry + BAND_SUMS).to(tl.pointer_type(tl.float32))
+        theta, beta = tl.load(setting + THETA), tl.load(scalars + owner * SCALARS + BETA)
+        before = tl.load(sums + 2)
+        agreement = sum_of(filter_sums + XM, first, count, SUMS) / numel
+        agreement /= tl.maximum(before, TINY)
+        power = sum_of(filter_sums + XX, first, count, SUMS) / numel
+        tl.store(sums, theta * tl.load(sums) + (1.0 - theta) * agreement)  # (11)
+        tl.store(sums + 1, theta * tl.load(sums + 1) + (1.0 - theta) * power)
+        tl.store(sums + 2, beta * before + (1.0 - beta))  # (12)
+
+
+# ------------------------------------------------------------------- momentum, orthogonal
 
 
 @triton.jit
+def input_scale(entry, setting, flags, tile_sums, row_sum_var):
+    """What of (10) is one number for each tensor: (factor of G, mean R or mean v)."""
+    first, count = tl.load(entry + OWNER_TILE), tl.load(entry + OWNER_TILES)
+    numel = tl.load(entry + NUMEL).to(tl.float32)
+    mean_square = sum_of(tile_sums, first, count, SUMS) / numel
+    if (flags & DENSE) != 0:
+        mean = sum_of(tile_sums + 1, first, count, SUMS) / numel
+    else:
+        mean = mean_row_var(entry, row_sum_var)
+    clip = tl.maximum(tl.sqrt_rn(mean_square / tl.maximum(mean, TINY)), 1.0)
+    if (flags & WHITENS) != 0:
+        clip *= tl.sqrt_rn(tl.maximum(mean, tl.load(setting + VARIANCE_FLOOR)))
+    return tl.where((flags & MAXIMIZE) != 0, -1.0, 1.0) / clip, mean
+
+
+@triton.jit
+def roots_of_variance(entry, k, extremes, mean, rows, cols, m, n, floor):
+    """1 / sqrt(V) of (10) for a piece of a factored matrix, V = R C / mean R."""
+    row_pointer = tl.load(entry + ROW_VAR).to(tl.pointer_type(tl.float32))
+    col_pointer = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
+    r = tl.load(row_pointer + rows, mask=rows < m, other=1.0) / tl.maximum(mean, TINY)
+    c = tl.load(col_pointer + cols, mask=cols < n, other=1.0)
+    least_r = tl.load(extremes + k * 3 + 1).to(tl.float32, bitcast=True)
+    least_c = tl.load(extremes + k * 3 + 2).to(tl.float32, bitcast=True)
+    if least_r / tl.maximum(mean, TINY) * least_c < floor:
+        roots = tl.rsqrt(tl.maximum(r[:, None] * c[None, :], floor))
+    else:
+        roots = inverse_root(r)[:, None] * inverse_root(c)[None, :]
+    return roots
+
+
+@triton.jit
+def scale_places(entry, rows, cols, m, n, COLS_: tl.constexpr):
+    """Where the scales of a piece's stored momentum are, and which of them exist."""
+    blocks = (n + BLOCK - 1) // BLOCK
+    block = tl.min(cols, axis=0) // BLOCK + tl.arange(0, COLS_ // BLOCK)
+    base = tl.load(entry + MOMENTUM_SCALE).to(tl.pointer_type(tl.float32))
+    places = base + (rows.to(tl.int64)[:, None] * blocks + block[None, :])
+    return places, (rows < m)[:, None] & (block < blocks)[None, :]
+
+
+@triton.jit
+def spread(scales, ROWS_: tl.constexpr, COLS_: tl.constexpr):
+    """A value of each block as one of each column."""
+    blocks: tl.constexpr = COLS_ // BLOCK
+    wide = tl.broadcast_to(tl.expand_dims(scales, 2), [ROWS_, blocks, BLOCK])
+    return tl.reshape(wide, [ROWS_, COLS_])
+
+
+@triton.jit
+def recalled(
+    entry,
+    rows,
+    cols,
+    m,
+    n,
+    STORE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS_: tl.constexpr,
+    COLS_: tl.constexpr,
+):
+    """A piece of the momentum as it was stored; STORE is its dtype."""
+    bytes_: tl.constexpr = STORE.primitive_bitwidth // 8
+    pointer = tl.load(entry + MOMENTUM) + tl.load(entry + START) * bytes_
+    momentum = load_tile(pointer, rows, cols, m, n, STORE, ALIGNED)
+    if STORE == tl.int8:
+        places, real = scale_places(entry, rows, cols, m, n, COLS_)
+        momentum *= spread(tl.load(places, mask=real, other=0.0), ROWS_, COLS_)
+    return momentum
+
+
+@triton.jit
+def remembered(
+    entry,
+    momentum,
+    rows,
+    cols,
+    m,
+    n,
+    STORE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS_: tl.constexpr,
+    COLS_: tl.constexpr,
+):
+    """Store a piece of the momentum, return what was stored; `quantize.quantized`."""
+    bytes_: tl.constexpr = STORE.primitive_bitwidth // 8
+    pointer = tl.load(entry + MOMENTUM) + tl.load(entry + START) * bytes_
+    if STORE == tl.int8:
+        blocks: tl.constexpr = COLS_ // BLOCK
+        largest = tl.max(tl.reshape(tl.abs(momentum), [ROWS_, blocks, BLOCK]), axis=2)
+        scales = largest * 0.007874015748031496  # 1 / 127
+        places, real = scale_places(entry, rows, cols, m, n, COLS_)
+        tl.store(places, scales, mask=real)
+        codes = momentum * spread(1.0 / tl.maximum(scales, TINY), ROWS_, COLS_)
+        codes = (codes + 12582912.0) - 12582912.0  # 1.5 * 2^23: the nearest whole, ties to even
+        store_tile(pointer, codes, rows, cols, m, n, tl.int8, ALIGNED)
+        momentum = codes * spread(scales, ROWS_, COLS_)
+    else:
+        store_tile(pointer, momentum, rows, cols, m, n, STORE, ALIGNED)
+        momentum = momentum.to(STORE).to(tl.float32)
+    return momentum
+
+
+@triton.jit
+def filtered(
+    pointers,
+    table,
+    settings,
+    tile_matrix,
+    extremes,
+    row_sum_var,
+    row_max,
+    update_max,
+    tile_sums,
+    filter_sums,
+    scalars,
+    signs,
+    unsigned,
+    status,
+    grad_scale,
+    first_tile,
+    SCALED: tl.constexpr,
+    SIGNED: tl.constexpr,
+    GENERAL: tl.constexpr,
+    STORE: tl.constexpr,
+    KEEPS: tl.constexpr,
+    O_KIND: tl.constexpr,
+    G_KIND: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS_: tl.constexpr,
+    COLS_: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES_: tl.constexpr,
+):
+    """The momentum, (10) to (13), maxima and signs of y, or what is to be orthogonalised."""
+    if tl.load(status + SKIP) != 0:
+        return
+    tile = first_tile + tl.program_id(0)
+    k = tl.load(tile_matrix + tile).to(tl.int64)
+    entry = table + k * TABLE
+    setting = settings + tl.load(entry + GROUP) * SETTINGS
+    flags = tl.load(entry + FLAGS)
+    owner = tl.load(entry + OWNER)
+    m = tl.load(entry + ROWS)
+    n = tl.load(entry + COLS)
+    strips = tl.load(entry + STRIPS).to(tl.int32)
+    local = (tile - tl.load(entry + FIRST_TILE)).to(tl.int32)
+    first_row = local // strips * TILE
+    pieces = tl.cdiv(tl.minimum(m.to(tl.int32) - first_row, TILE), ROWS_)
+    cols = local % strips * COLS_ + tl.arange(0, COLS_)
+    scalar = scalars + owner * SCALARS
+    beta, gain = tl.load(scalar + BETA), tl.load(scalar + GAIN)
+    share = tl.load(setting + MIX)
+    t = tl.load(scalar + TIME)
+    floor = tl.load(setting + VARIANCE_FLOOR)
+    pointer = address(pointers, entry, 1, G_KIND)
+    factor, mean = input_scale(entry, setting, flags, tile_sums, row_sum_var)
+    if tile == tl.load(entry + OWNER_TILE):
+        tl.store(scalar + FACTOR, factor)
+        tl.store(scalar + MEAN, mean)
+    if SCALED:
+        factor *= 1.0 / tl.load(grad_scale)
+    whitens = (flags & WHITENS) != 0
+    dense = (flags & DENSE) != 0
+    agreement = tl.zeros([ROWS_, COLS_], tl.float32)
+    power = tl.zeros([ROWS_, COLS_], tl.float32)
+    squares = tl.zeros([ROWS_, COLS_], tl.float32)
+    marks = tl.zeros([ROWS_, COLS_], tl.int32)
+    highest = tl.zeros([ROWS_], tl.float32)
+    for piece in tl.range(0, pieces, num_stages=STAGES_):
+        rows = first_row + piece * ROWS_ + tl.arange(0, ROWS_)
+        g = load_tile(pointer, rows, cols, m, n, G_KIND, ALIGNED)
+        roots = g
+        if dense:
+            unscaled = g
+            if SCALED:
+                unscaled = g * (1.0 / tl.load(grad_scale))
+            v = dense_variance(entry, setting, t, unscaled, rows, cols, m, n, ALIGNED)
+            x = g * factor * tl.rsqrt(tl.maximum(v, floor))  # (10)
+        else:
+            roots = roots_of_variance(entry, k, extremes, mean, rows, cols, m, n, floor)
+            x = g * factor
+            if not whitens:
+                x *= roots  # (10)
+        y = x
+        if KEEPS:
+            momentum = recalled(entry, rows, cols, m, n, STORE, ALIGNED, ROWS_, COLS_)
+            agreement += x * momentum
+            power += x * x
+            momentum = beta * momentum + (1.0 - beta) * x  # (12)
+            momentum = remembered(entry, momentum, rows, cols, m, n, STORE, ALIGNED, ROWS_, COLS_)
+            y = momentum * gain + share * x  # (13)
+        if whitens:
+            y *= roots * tl.sqrt_rn(mean)
+            o_pointer = address(pointers, entry, 2, O_KIND)
+            store_tile(o_pointer, y, rows, cols, m, n, O_KIND, ALIGNED)
+        else:
+            y = tl.where((rows < m)[:, None] & (cols < n)[None, :], y, 0.0)
+            by_row = tl.max(tl.abs(y), axis=1)
+            highest = tl.maximum(highest, by_row)
+            if not dense:
+                place = row_max + tl.load(entry + ROW_SPACE) + rows
+                bits = by_row.to(tl.int32, bitcast=True)
+                tl.atomic_max(place, bits, mask=rows < m, sem="relaxed")
+            if GENERAL:
+                squares += y * y
+            if SIGNED:
+                marks |= sign_marks(y, piece)
+    sums = filter_sums + tile * SUMS
+    tl.store(sums + XM, tl.sum(tl.sum(agreement, axis=1), axis=0))
+    tl.store(sums + XX, tl.sum(tl.sum(power, axis=1), axis=0))
+    tl.store(sums + YY, tl.sum(tl.sum(squares, axis=1), axis=0))
+    most = tl.max(highest, axis=0).to(tl.int32, bitcast=True)
+    tl.atomic_max(update_max + owner, most, sem="relaxed")
+    if SIGNED:
+        tl.store(unsigned + tile, (has_zeros(marks, cols, n) | whitens).to(tl.int8))
+        if (not dense) & (not whitens):
+            tl.store(sign_places(signs, tile, ROWS_, COLS_), marks.to(tl.int16))
+
+
+# ------------------------------------------------------------------------------- weights
+
+
+@triton.jit
+def write_weights(
+    pointer,
+    w,
+    move,
+    keep,
+    key,
+    start,
+    rows,
+    cols,
+    m,
+    n,
+    flags,
+    P_KIND: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """The end of (4) and (9) for a piece: round, write, return what was written as float32."""
+    w = w * keep - move
+    if P_KIND != tl.float32:
+        if (flags & STOCHASTIC) != 0:
+            w = rounded(w, rows, cols, n, start, key, P_KIND)
+        else:
+            w = w.to(P_KIND).to(tl.float32)
+    store_tile(pointer, w, rows, cols, m, n, P_KIND, ALIGNED)
+    return w
+
+
+@triton.jit(do_not_specialize=["first_tile", "measure"])
 def apply(
     pointers,
     table,
@@ -588,11 +1015,19 @@ def apply(
     update_max,
     squares,
     scalars,
+    signs,
+    unsigned,
     status,
     grad_scale,
     seed_keys,
     first_tile,
+    measure,
     SCALED: tl.constexpr,
+    SIGNED: tl.constexpr,
+    FILTERS: tl.constexpr,
+    STORE: tl.constexpr,
+    KEEPS: tl.constexpr,
+    O_KIND: tl.constexpr,
     P_KIND: tl.constexpr,
     G_KIND: tl.constexpr,
     GENERAL: tl.constexpr,
@@ -602,11 +1037,16 @@ def apply(
     TILE: tl.constexpr,
     STAGES_: tl.constexpr,
 ):
-    """New weights, (4) and (9), and the sum of their squares for the next step's (3)."""
-    if tl.program_id(0) == 0:
-        tl.store(status + SEEN, 0)  # for the next step; SKIP says what happens in this one
-    if tl.load(status + SKIP) != 0:
-        return
+    """New weights, (4) and (9), and the sum of their squares for the next step's (3).
+
+    With `measure` only the sum, before a step, when somebody else wrote W. It is this kernel and
+    no other, so that the sum has the same last bit.
+    """
+    if measure == 0:
+        if tl.program_id(0) == 0:
+            tl.store(status + SEEN, 0)  # for the next step; SKIP says what happens in this one
+        if tl.load(status + SKIP) != 0:
+            return
     tile = first_tile + tl.program_id(0)
     k = tl.load(tile_matrix + tile).to(tl.int64)
     entry = table + k * TABLE
@@ -619,7 +1059,7 @@ def apply(
     strips = tl.load(entry + STRIPS).to(tl.int32)
     local = (tile - tl.load(entry + FIRST_TILE)).to(tl.int32)
     first_row = local // strips * TILE
-    last_row = tl.minimum(first_row + TILE, m.to(tl.int32))
+    pieces = tl.cdiv(tl.minimum(m.to(tl.int32) - first_row, TILE), ROWS_)
     cols = local % strips * COLS_ + tl.arange(0, COLS_)
     scalar = scalars + owner * SCALARS
     keep = tl.load(scalar + KEEP)
@@ -627,55 +1067,106 @@ def apply(
     t = tl.load(scalar + TIME)
     key = mix(tl.load(seed_keys + group).to(tl.uint32) + t.to(tl.uint32))
     start = tl.load(entry + START)
-    floor = tl.load(setting + VARIANCE_FLOOR)
-    g_pointer = address(pointers, entry, 1, G_KIND)
     w_pointer = address(pointers, entry, 0, P_KIND)
     place = row_max + tl.load(entry + ROW_SPACE)
-    inverse_scale = 1.0
-    if SCALED:
-        inverse_scale = 1.0 / tl.load(grad_scale)
     if GENERAL:
         scale = alpha * tl.load(scalar + SCALE)
-        divisor = row_scale(entry, setting, k, extremes, row_sum_var, flags)
-        row_pointer = tl.load(entry + ROW_VAR).to(tl.pointer_type(tl.float32))
-        col_pointer = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
     else:
         scale = alpha / divisor_of(setting, update_max, owner)  # (7), and (8) is 1
-    if (flags & MAXIMIZE) != 0:
-        scale = -scale
-    whole = tl.load(update_max + owner)
+    if not FILTERS:  # there G itself is negated, as M remembers it
+        if (flags & MAXIMIZE) != 0:
+            scale = -scale
     vector = (flags & VECTOR) != 0
     dense = (flags & DENSE) != 0
     total = tl.zeros([ROWS_, COLS_], tl.float32)
-    for row in tl.range(first_row, last_row, ROWS_, num_stages=STAGES_):
-        rows = row + tl.arange(0, ROWS_)
-        g = load_tile(g_pointer, rows, cols, m, n, G_KIND, ALIGNED) * inverse_scale
-        w = load_tile(w_pointer, rows, cols, m, n, P_KIND, ALIGNED)
-        bits = tl.where(vector, whole, tl.load(place + rows, mask=rows < m, other=0))
-        size = (bits.to(tl.float32, bitcast=True) * scale)[:, None]
-        move = tl.where(g > 0.0, size, tl.where(g < 0.0, -size, 0.0))  # (9)
-        if dense:
-            v = dense_variance(entry, setting, t, g, rows, cols, m, n, ALIGNED)
-            store_tile(tl.load(entry + COL_VAR), v, rows, cols, m, n, tl.float32, ALIGNED)
-            if GENERAL:
+    by_signs = False
+    if SIGNED:
+        by_signs = (dense == 0) & (tl.load(unsigned + tile) == 0)
+    if measure != 0:
+        for piece in tl.range(0, pieces, num_stages=STAGES_):
+            rows = first_row + piece * ROWS_ + tl.arange(0, ROWS_)
+            w = load_tile(w_pointer, rows, cols, m, n, P_KIND, ALIGNED)
+            total += w * w
+    elif by_signs:
+        negative = tl.load(sign_places(signs, tile, ROWS_, COLS_)).to(tl.int32)
+        for piece in tl.range(0, pieces, num_stages=STAGES_):
+            rows = first_row + piece * ROWS_ + tl.arange(0, ROWS_)
+            w = load_tile(w_pointer, rows, cols, m, n, P_KIND, ALIGNED)
+            bits = tl.load(place + rows, mask=rows < m, other=0)
+            size = (bits.to(tl.float32, bitcast=True) * scale)[:, None]
+            move = tl.where(((negative >> piece) & 1) != 0, -size, size)  # (9)
+            w = write_weights(
+                w_pointer, w, move, keep, key, start, rows, cols, m, n, flags, P_KIND, ALIGNED
+            )
+            total += w * w
+        total = tl.where((cols < n)[None, :], total, 0.0)  # outside, W was 0 and moved
+    else:
+        g_pointer = address(pointers, entry, 1, G_KIND)
+        floor = tl.load(setting + VARIANCE_FLOOR)
+        whole = tl.load(update_max + owner)
+        inverse_scale = 1.0
+        if SCALED:
+            inverse_scale = 1.0 / tl.load(grad_scale)
+        whitens = (flags & WHITENS) != 0
+        if FILTERS:
+            gain, share = tl.load(scalar + GAIN), tl.load(setting + MIX)
+            factor, mean = tl.load(scalar + FACTOR), tl.load(scalar + MEAN)
+        if GENERAL:
+            divisor = row_scale(entry, setting, k, extremes, row_sum_var, flags)
+            floored = is_floored(setting, k, extremes, divisor)
+            row_pointer = tl.load(entry + ROW_VAR).to(tl.pointer_type(tl.float32))
+            col_pointer = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
+            c = tl.load(col_pointer + cols, mask=cols < tl.where(dense, 0, n), other=1.0)[None, :]
+            root_c = inverse_root(c)
+        for piece in tl.range(0, pieces, num_stages=STAGES_):
+            rows = first_row + piece * ROWS_ + tl.arange(0, ROWS_)
+            g = load_tile(g_pointer, rows, cols, m, n, G_KIND, ALIGNED) * inverse_scale
+            w = load_tile(w_pointer, rows, cols, m, n, P_KIND, ALIGNED)
+            bits = tl.where(vector, whole, tl.load(place + rows, mask=rows < m, other=0))
+            size = (bits.to(tl.float32, bitcast=True) * scale)[:, None]
+            u, v = g, g
+            if dense:
+                v = dense_variance(entry, setting, t, g, rows, cols, m, n, ALIGNED)
+                store_tile(tl.load(entry + COL_VAR), v, rows, cols, m, n, tl.float32, ALIGNED)
+            if FILTERS:  # y of (13) once more, or O
+                if whitens:
+                    o_pointer = address(pointers, entry, 2, O_KIND)
+                    u = load_tile(o_pointer, rows, cols, m, n, O_KIND, ALIGNED)
+                else:
+                    if dense:
+                        u *= factor * tl.rsqrt(tl.maximum(v, floor))
+                    else:
+                        u *= factor * roots_of_variance(
+                            entry, k, extremes, mean, rows, cols, m, n, floor
+                        )
+                    if KEEPS:
+                        stored = recalled(entry, rows, cols, m, n, STORE, ALIGNED, ROWS_, COLS_)
+                        u = stored * gain + share * u
+            move = tl.where(u > 0.0, size, tl.where(u < 0.0, -size, 0.0))  # (9)
+            if FILTERS:
+                if whitens:
+                    move = u * alpha
+                elif (flags & SIGN) == 0:
+                    move = u * scale
+            elif dense:
+                if GENERAL:
+                    if (flags & SIGN) == 0:
+                        move = g * tl.rsqrt(tl.maximum(v, floor)) * scale
+                    if (flags & BOOSTED) != 0:
+                        root = tl.maximum(tl.sqrt_rn(v) + tl.load(setting + EPS1), TINY)
+                        up = tl.where((flags & MAXIMIZE) != 0, -alpha, alpha)
+                        move = g / root * tl.load(setting + BOOST) * up
+            elif GENERAL:
                 if (flags & SIGN) == 0:
-                    move = g * tl.rsqrt(tl.maximum(v, floor)) * scale
-                if (flags & BOOSTED) != 0:
-                    root = tl.maximum(tl.sqrt_rn(v) + tl.load(setting + EPS1), TINY)
-                    up = tl.where((flags & MAXIMIZE) != 0, -alpha, alpha)
-                    move = g / root * tl.load(setting + BOOST) * up
-        elif GENERAL:
-            if (flags & SIGN) == 0:
-                r = tl.load(row_pointer + rows, mask=rows < m, other=1.0) / divisor
-                c = tl.load(col_pointer + cols, mask=cols < n, other=1.0)
-                move = g * tl.rsqrt(tl.maximum(r[:, None] * c[None, :], floor)) * scale
-        w = w * keep - move  # (4) (9)
-        if P_KIND != tl.float32:
-            if (flags & STOCHASTIC) != 0:
-                w = rounded(w, rows, cols, n, start, key, P_KIND)
-            w = w.to(P_KIND).to(tl.float32)
-        store_tile(w_pointer, w, rows, cols, m, n, P_KIND, ALIGNED)
-        total += w * w  # 0 outside the matrix, where W and G were read as 0
+                    r = tl.load(row_pointer + rows, mask=rows < m, other=1.0)[:, None] / divisor
+                    if floored:
+                        move = g * tl.rsqrt(tl.maximum(r * c, floor)) * scale
+                    else:
+                        move = g * (inverse_root(r) * scale) * root_c
+            w = write_weights(
+                w_pointer, w, move, keep, key, start, rows, cols, m, n, flags, P_KIND, ALIGNED
+            )
+            total += w * w  # 0 outside the matrix, where W and G were read as 0
     tl.store(squares + tile, tl.sum(tl.sum(total, axis=1), axis=0))
-    if tile == tl.load(entry + OWNER_TILE):
+    if (tile == tl.load(entry + OWNER_TILE)) & (measure == 0):
         tl.store(tl.load(entry + STEP).to(tl.pointer_type(tl.float32)), t)

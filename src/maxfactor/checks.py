@@ -1,0 +1,70 @@
+"""Checks of single settings: each returns the value, or says what is wrong and what to do."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+
+def check_number(name: str, value: object) -> float:
+    """Return `value` as a float, or say what is wrong with its type."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        remedy = "; convert it with float() first" if isinstance(value, str) else ""
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}){remedy}")
+    return float(value)
+
+
+def check_not_negative(name: str, value: object) -> float:
+    """Return `value` as a finite float of at least 0."""
+    number = check_number(name, value)
+    if not (math.isfinite(number) and number >= 0.0):
+        raise ValueError(f"{name} must be finite and not negative, got {number}")
+    return number
+
+
+def check_positive(name: str, value: object) -> float:
+    """Return `value` as a finite float above 0."""
+    number = check_number(name, value)
+    if not (math.isfinite(number) and number > 0.0):
+        raise ValueError(f"{name} must be finite and positive, got {number}")
+    return number
+
+
+def check_choice(name: str, value: object, known: tuple[str, ...]) -> str:
+    """Return `value` if it is one of `known`."""
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+    return value
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Return `value` if it is True or False; 0, 1 and "no" are more often mistakes."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__})")
+    return value
+
+
+def check_pair(name: str, value: object) -> tuple[Any, Any]:
+    """Return the two entries of a tuple or list (configuration files give lists)."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ValueError(f"{name} must be a pair such as (1e-10, 1e-3), got {value!r}")
+    return value[0], value[1]
+
+
+def check_share(name: str, value: object) -> float:
+    """Return `value` as a float in [0, 1), such as the share of an average that is kept."""
+    number = check_number(name, value)
+    if not 0.0 <= number < 1.0:
+        raise ValueError(f"{name} must lie in [0, 1), got {number}")
+    return number
+
+
+def check_count(name: str, value: object, low: int, high: int | None = None) -> int:
+    """Return `value` if it is a whole number of at least `low` and at most `high`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, got {value!r} ({type(value).__name__})")
+    if value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name} must be {bounds}, got {value}")
+    return value

@@ -1,0 +1,148 @@
+"""What an optimizer holds, as rows and as a table: groups, settings, bytes of state."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from maxfactor.hyper import MaxFactorHyper
+from maxfactor.state import state_dtypes, state_shapes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from maxfactor.hyper import Hyper
+    from maxfactor.state import Shape
+
+EXAMPLES = 3  # parameters that a row names
+
+HEADER = (
+    "group", "tensors", "parameters", "state bytes", "B/param", "lr", "decay", "direction",
+    "momentum", "example",
+)  # fmt: skip
+NUMBERS = 7  # columns, the first aside, that are aligned to the right
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter group, or all of them together.
+
+    Attributes:
+        group: Its kind, or its number where it has none.
+        tensors: How many parameters it holds.
+        parameters: How many values they have, of a sharded one those of all shards.
+        state_bytes: What their state takes once each has stepped.
+        lr: The learning rate, None for Adafactor's own.
+        weight_decay: The weight decay.
+        direction: What (9) moves along.
+        momentum: The memory and how it is stored, "none" without one.
+        examples: Some names and shapes.
+    """
+
+    group: str
+    tensors: int
+    parameters: int
+    state_bytes: int
+    lr: float | None = None
+    weight_decay: float | None = None
+    direction: str = ""
+    momentum: str = ""
+    examples: tuple[str, ...] = ()
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """State bytes for each value that is trained."""
+        return self.state_bytes / self.parameters if self.parameters else 0.0
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as the table prints it."""
+        more = ", …" if self.tensors > 1 else ""
+        return (
+            self.group,
+            f"{self.tensors:,}",
+            f"{self.parameters:,}",
+            f"{self.state_bytes:,}",
+            f"{self.bytes_per_parameter:.3f}",
+            "" if self.lr is None else f"{self.lr:.6g}",
+            "" if self.weight_decay is None else f"{self.weight_decay:.6g}",
+            self.direction,
+            self.momentum,
+            f"{self.examples[0]}{more}" if self.examples else "",
+        )
+
+
+class Description(list[Row]):
+    """The rows of an optimizer's groups, which print as a table with their total."""
+
+    @property
+    def total(self) -> Row:
+        """All groups together."""
+        return Row(
+            "total",
+            tensors=sum(row.tensors for row in self),
+            parameters=sum(row.parameters for row in self),
+            state_bytes=sum(row.state_bytes for row in self),
+        )
+
+    def __str__(self) -> str:
+        lines = [HEADER, *(row.cells() for row in self), self.total.cells()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(_line(cells, widths) for cells in lines)
+
+    __repr__ = __str__  # what a notebook and the prompt show
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    aligned = [
+        cell.rjust(width) if 0 < column < NUMBERS else cell.ljust(width)
+        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return "  ".join(aligned).rstrip()
+
+
+def describe_group(
+    label: str, named: Sequence[tuple[str, Tensor]], hyper: Hyper, lr: float | Tensor | None
+) -> Row:
+    """Describe a group from shapes and settings alone, so before its first step too."""
+    shapes = [tuple(param.shape) for _, param in named]
+    is_vector = all(len(shape) < 2 for shape in shapes)
+    return Row(
+        group=label,
+        tensors=len(named),
+        parameters=sum(math.prod(shape) for shape in shapes),
+        state_bytes=sum(state_bytes(shape, hyper) for shape in shapes),
+        # Waits for the device where lr is a tensor there; this is asked for by the user.
+        lr=None if lr is None else float(lr),
+        weight_decay=hyper.weight_decay,
+        direction=_direction(hyper, is_vector=is_vector),
+        momentum=_momentum(hyper, is_vector=is_vector),
+        examples=tuple(f"{name} {tuple(param.shape)}" for name, param in named[:EXAMPLES]),
+    )
+
+
+def state_bytes(shape: Shape, hyper: Hyper) -> int:
+    """The bytes of the state of a parameter of `shape`."""
+    dtypes = state_dtypes(shape, hyper)
+    return sum(
+        math.prod(kept) * dtypes[key].itemsize for key, kept in state_shapes(shape, hyper).items()
+    )
+
+
+def _direction(hyper: Hyper, *, is_vector: bool) -> str:
+    if not isinstance(hyper, MaxFactorHyper):
+        return "factored"
+    return "sign_max" if is_vector and hyper.direction == "orthogonal" else hyper.direction
+
+
+def _momentum(hyper: Hyper, *, is_vector: bool) -> str:
+    """The memory and its store; that of the matrices, where a group has both."""
+    store = hyper.momentum_store(is_vector=is_vector)
+    if store is None or not isinstance(hyper, MaxFactorHyper):
+        return "none"
+    memory = f"{hyper.fixed_beta:g}{' nesterov' if hyper.nesterov else ''}"
+    if hyper.fam is not None and not is_vector:
+        memory = "FAM" if hyper.bands == 1 else f"FAM {hyper.bands} bands"
+    return f"{memory} {store}"

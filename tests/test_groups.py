@@ -1,0 +1,377 @@
+"""`for_model`: parameters in groups by the layers that own them, with a recipe's settings."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrizations import weight_norm
+
+from maxfactor import FAM, MaxFactor, for_model, recipe
+from maxfactor.hyper import MaxFactorHyper
+from maxfactor.recipes import RECIPES
+
+
+def groups_of(model: nn.Module) -> dict[str, list[str]]:
+    optimizer = for_model(model, recipe="1.0")
+    return {group["kind"]: group["param_names"] for group in optimizer.param_groups}
+
+
+def kind_of(model: nn.Module, name: str) -> str:
+    return next(kind for kind, names in groups_of(model).items() if name in names)
+
+
+class Decoder(nn.Module):
+    """A positional table beside layers, as in many models; the head comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = nn.Linear(16, 40)
+        self.tokens = nn.Embedding(40, 16)
+        self.positions = nn.Parameter(torch.randn(12, 16))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32)
+
+
+class Own(nn.Module):
+    """A module with nothing but one parameter."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape))
+
+
+class Norm(nn.Module):
+    """A norm of a model's own, of a width that nothing else takes in."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+
+# ------------------------------------------------------------------------------- kinds
+
+
+def test_transformer() -> None:
+    groups = groups_of(nn.Transformer(16, 2, 1, 1, 32, batch_first=True))
+    assert groups["hidden"] == [
+        "encoder.layers.0.self_attn.in_proj_weight",
+        "encoder.layers.0.self_attn.out_proj.weight",
+        "encoder.layers.0.linear1.weight",
+        "encoder.layers.0.linear2.weight",
+        "decoder.layers.0.self_attn.in_proj_weight",
+        "decoder.layers.0.self_attn.out_proj.weight",
+        "decoder.layers.0.multihead_attn.in_proj_weight",
+        "decoder.layers.0.multihead_attn.out_proj.weight",
+        "decoder.layers.0.linear1.weight",
+        "decoder.layers.0.linear2.weight",
+    ]
+    assert set(groups) == {"hidden", "vector"}
+    assert all("bias" in name or "norm" in name for name in groups["vector"])
+
+
+def test_a_model_of_ones_own() -> None:
+    groups = groups_of(Decoder())
+    assert groups["head"] == ["output.weight"]
+    assert groups["embedding"] == ["positions", "tokens.weight"]
+    assert groups["hidden"] == [
+        "layer.self_attn.in_proj_weight",
+        "layer.self_attn.out_proj.weight",
+        "layer.linear1.weight",
+        "layer.linear2.weight",
+    ]
+    assert groups["vector"][0] == "scale"
+
+
+@pytest.mark.parametrize(
+    ("layer", "name", "kind"),
+    [
+        (nn.Conv1d(8, 8, 3, groups=8), "weight", "conv"),
+        (nn.Conv1d(8, 8, 1), "weight", "conv"),
+        (nn.Conv1d(1, 1, 1), "weight", "conv"),
+        (nn.ConvTranspose2d(2, 3, 3), "weight", "conv"),
+        (nn.Conv1d(8, 8, 3), "bias", "vector"),
+        (weight_norm(nn.Conv1d(8, 8, 3)), "parametrizations.weight.original0", "vector"),
+        (weight_norm(nn.Conv1d(8, 8, 3)), "parametrizations.weight.original1", "conv"),
+        (nn.EmbeddingBag(10, 4), "weight", "embedding"),
+        (nn.Embedding(1, 4), "weight", "embedding"),
+        (nn.LSTM(4, 6), "weight_ih_l0", "hidden"),
+        (nn.LSTM(4, 6), "bias_ih_l0", "vector"),
+        (nn.MultiheadAttention(8, 2, kdim=6, vdim=6), "k_proj_weight", "hidden"),
+        (nn.MultiheadAttention(8, 2, add_bias_kv=True), "bias_k", "vector"),
+        (nn.LayerNorm((4, 6)), "weight", "vector"),
+        (nn.RMSNorm((4, 6)), "weight", "vector"),
+        (nn.BatchNorm1d(4), "weight", "vector"),
+        (nn.PReLU(4), "weight", "vector"),
+        (Own(), "weight", "vector"),
+        (Own(7), "weight", "vector"),
+        (Own(1, 7, 1), "weight", "vector"),
+        (Own(5, 7), "weight", "hidden"),
+        (Own(1, 5, 7), "weight", "embedding"),
+        (Own(3, 5, 7), "weight", "conv"),
+    ],
+)
+def test_a_layer(layer: nn.Module, name: str, kind: str) -> None:
+    assert kind_of(layer, name) == kind
+
+
+@pytest.mark.parametrize(
+    ("model", "kinds"),
+    [
+        # The last linear layer, if its width goes nowhere.
+        ([nn.Linear(8, 8), nn.Linear(8, 30)], ["hidden", "head"]),
+        ([nn.Linear(4, 8), nn.Linear(8, 1)], ["hidden", "head"]),
+        ([nn.Linear(6, 6)], ["head"]),
+        ([weight_norm(nn.Linear(4, 8)), weight_norm(nn.Linear(8, 30))], ["hidden", "head"]),
+        ([nn.Linear(4, 8), nn.Linear(8, 30), Norm(30)], ["hidden", "hidden", "vector"]),
+        ([nn.Linear(4, 8), nn.Linear(8, 30), nn.BatchNorm1d(30)], ["hidden", "hidden", "vector"]),
+        ([nn.Linear(4, 8), nn.Linear(8, 30), nn.Conv1d(30, 2, 3)], ["hidden", "hidden", "conv"]),
+        ([nn.Linear(8, 24), nn.Linear(8, 8)], ["hidden", "hidden"]),
+        # As wide as a vocabulary, wherever it stands: a head for CTC beside the decoder's.
+        (
+            [nn.Linear(8, 30), nn.Embedding(30, 8), nn.Linear(8, 30), nn.Linear(8, 8)],
+            ["head", "embedding", "head", "hidden"],
+        ),
+        # As wide as a table is long, but an activation like any other.
+        (
+            [nn.Embedding(16, 8), nn.Linear(8, 16), nn.Linear(16, 8)],
+            ["embedding", "hidden", "hidden"],
+        ),
+    ],
+)
+def test_heads(model: list[nn.Module], kinds: list[str]) -> None:
+    found = groups_of(nn.Sequential(*model))
+    for index, kind in enumerate(kinds):
+        weights = (f"{index}.weight", f"{index}.parametrizations.weight.original1")
+        assert set(weights) & set(found[kind]), (index, kind, found)
+
+
+def test_a_model_may_name_its_head() -> None:
+    class Named(nn.Sequential):
+        def get_output_embeddings(self) -> nn.Module:
+            return self[0]
+
+    found = groups_of(nn.ModuleDict({"inner": Named(nn.Linear(8, 8), nn.Linear(8, 8))}))
+    assert found["head"] == ["inner.0.weight"]
+    assert found["hidden"] == ["inner.1.weight"]
+
+
+def test_tied_weights_once() -> None:
+    model = nn.Sequential(nn.Linear(8, 30, bias=False), nn.Embedding(30, 8), nn.Linear(8, 8))
+    model[0].weight = model[1].weight
+    assert groups_of(model) == {
+        "hidden": ["2.weight"],
+        "embedding": ["0.weight"],
+        "vector": ["2.bias"],
+    }
+
+
+def test_frozen_layers_are_left_out() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+    model[2].requires_grad_(False)
+    assert groups_of(model) == {
+        "hidden": ["0.weight", "1.weight"],
+        "vector": ["0.bias", "1.bias"],
+    }
+
+
+# ------------------------------------------------------------------- where the model is
+
+
+def test_meta_device() -> None:
+    with torch.device("meta"):
+        model = Decoder()
+    assert groups_of(model) == groups_of(Decoder())
+
+
+def test_compiled() -> None:
+    model = Decoder()
+    expected = groups_of(model)
+    assert groups_of(torch.compile(model, backend="eager")) == expected  # type: ignore[arg-type]
+    model.layer = torch.compile(model.layer, backend="eager")  # type: ignore[assignment]
+    assert groups_of(model) == expected
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_data_parallel() -> None:
+    model = Decoder()
+    expected = groups_of(model)
+    assert groups_of(nn.DataParallel(model)) == expected
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    assert groups_of(wrapped) == expected
+    assert groups_of(torch.compile(wrapped, backend="eager")) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_fully_shard() -> None:
+    model = Decoder()
+    expected, rows = groups_of(model), for_model(model).describe()
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model.layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert isinstance(model.positions, DTensor)
+    assert groups_of(model) == expected
+    assert for_model(model).describe() == rows
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_flat_parameters_are_refused() -> None:
+    flat = FullyShardedDataParallel(
+        nn.Linear(2, 2),
+        sharding_strategy=ShardingStrategy.NO_SHARD,
+        device_id=torch.device("cpu"),
+    )
+    with pytest.raises(ValueError, match=r"'1' is wrapped by .* shard with .*fully_shard"):
+        for_model(nn.Sequential(nn.Linear(2, 2), flat), recipe="1.0")
+
+
+# --------------------------------------------------------------------- names and settings
+
+
+def test_names_reach_errors() -> None:
+    model = Decoder()
+    optimizer = for_model(model, recipe="1.0", nonfinite="raise")
+    model.positions.grad = torch.full_like(model.positions, torch.nan)
+    with pytest.raises(FloatingPointError, match="'positions' is not finite"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_published_versions(name: str) -> None:
+    """The recipe's settings in every group, but no decay of vectors."""
+    optimizer = for_model(Decoder(), recipe=name)
+    expected = MaxFactorHyper(**recipe(name)).as_group()
+    for group in optimizer.param_groups:
+        decay = 0.0 if group["kind"] == "vector" else expected["weight_decay"]
+        settings = {key: group[key] for key in expected}
+        assert settings == {**expected, "weight_decay": decay}
+    assert isinstance(optimizer, MaxFactor)
+
+
+def settings_by_kind(name: str, *settings: str, **overrides: Any) -> dict[str, list[Any]]:
+    groups = for_model(Decoder(), recipe=name, **overrides).param_groups
+    return {group["kind"]: [group[setting] for setting in settings] for group in groups}
+
+
+def test_lean() -> None:
+    found = settings_by_kind("lean", "direction", "momentum", "weight_decay", "lr")
+    assert found == {kind: ["factored", None, 0.0, 0.04] for kind in found}
+    assert recipe("lean")["lr"] == 0.04
+
+
+def test_fam() -> None:
+    found = settings_by_kind("fam", "direction", "momentum", "momentum_dtype", "weight_decay", "lr")
+    decayed = ["sign_max", asdict(FAM()), "int8", 0.01, 0.02]
+    assert found == {
+        "hidden": decayed,
+        "embedding": decayed,
+        "head": decayed,
+        "vector": ["sign_max", asdict(FAM()), "int8", 0.0, 0.02],
+    }
+    assert recipe("fam")["momentum"] == FAM()
+
+
+def test_speech() -> None:
+    found = settings_by_kind("speech", "direction", "momentum", "nesterov", "weight_decay", "lr")
+    others = ["sign_max", asdict(FAM()), False, 0.1, 0.01]
+    assert found == {
+        "hidden": ["orthogonal", 0.95, True, 0.1, 0.02],
+        "embedding": others,
+        "head": others,
+        "vector": ["sign_max", asdict(FAM()), False, 0.0, 0.01],
+    }
+    assert all(scale == ["initial"] for scale in settings_by_kind("speech", "scale").values())
+    with pytest.raises(ValueError, match=r"different layers; use maxfactor.for_model\(model, rec"):
+        recipe("speech")
+
+
+def test_an_lr_keeps_the_shares_of_the_kinds() -> None:
+    found = settings_by_kind("speech", "lr", lr=0.4)
+    assert found == {"hidden": [0.4], "embedding": [0.2], "head": [0.2], "vector": [0.2]}
+    tensor = torch.tensor(0.5)
+    groups = for_model(Decoder(), recipe="speech", lr=tensor).param_groups
+    assert groups[0]["lr"] is tensor
+    assert torch.equal(groups[1]["lr"], torch.tensor(0.25))
+
+
+def test_another_momentum_takes_the_look_ahead_away() -> None:
+    for momentum in (None, FAM(bands=2)):
+        found = settings_by_kind("speech", "nesterov", "direction", momentum=momentum)
+        assert found["hidden"] == [False, "orthogonal"]
+    found = settings_by_kind("speech", "nesterov", "momentum", momentum=0.8)
+    assert found["hidden"] == [True, 0.8]
+    assert found["embedding"] == [False, 0.8]
+
+
+def test_a_group_added_later_has_the_common_settings() -> None:
+    optimizer = for_model(Decoder(), recipe="speech")
+    optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(3, 2)))]})
+    assert optimizer.param_groups[-1]["momentum"] == asdict(FAM())
+    assert optimizer.param_groups[-1]["direction"] == "sign_max"
+
+
+def test_overrides() -> None:
+    optimizer = for_model(Decoder(), recipe="1.0", lr=0.5, weight_decay=0.3, d=2.0, foreach=True)
+    for group in optimizer.param_groups:
+        assert group["lr"] == 0.5
+        assert group["d"] == 2.0
+        assert group["foreach"] is True
+        assert group["weight_decay"] == (0.0 if group["kind"] == "vector" else 0.3)
+
+
+def test_a_tensor_as_lr_stays_the_callers() -> None:
+    lr = torch.tensor(0.1)
+    optimizer = for_model(Decoder(), recipe="1.0", lr=lr)
+    assert all(group["lr"] is lr for group in optimizer.param_groups)
+
+
+def test_kinds_go_through_checkpoints() -> None:
+    optimizer = for_model(Decoder(), recipe="1.0")
+    saved = copy.deepcopy(optimizer.state_dict())
+    kinds = [group["kind"] for group in saved["param_groups"]]
+    assert kinds == ["hidden", "embedding", "head", "vector"]
+    other = for_model(Decoder(), recipe="1.0")
+    other.load_state_dict(saved)
+    assert [group["kind"] for group in other.param_groups] == kinds
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "error", "message"),
+    [
+        (nn.ReLU(), {}, ValueError, "ReLU has no trainable parameters; call requires_grad_"),
+        (nn.Linear(2, 2).requires_grad_(False), {}, ValueError, "no trainable parameters"),
+        (nn.Linear(2, 2).parameters(), {}, TypeError, "must be a torch.nn.Module, got generator"),
+        (nn.LazyLinear(2), {}, ValueError, "'weight' has no shape yet; run one batch"),
+        (nn.Linear(2, 2), {"recipe": "2.0"}, ValueError, "unknown recipe '2.0'; known.*'1.0'"),
+        (
+            nn.Linear(2, 2),
+            {"weigth_decay": 0.1},
+            TypeError,
+            "no setting 'weigth_decay'; known settings: beta2_decay, .*fused, .*weight_decay",
+        ),
+        (nn.Linear(2, 2), {"params": []}, TypeError, "no setting 'params'"),
+        (nn.Linear(2, 2), {"recipe": "speech", "lr": "1e-3"}, TypeError, "lr must be a number"),
+        (nn.Linear(2, 2), {"lr": -1.0}, ValueError, "lr must be finite and not negative"),
+        (
+            nn.Linear(2, 2),
+            {"recipe": "speech", "clip_threshold": 1.0},
+            ValueError,
+            "clip_threshold=1.0 cannot be combined with momentum",
+        ),
+        (nn.Linear(2, 2), {"recipe": "speech", "nesterov": True}, ValueError, "nesterov=False"),
+        (nn.Linear(2, 2), {"d": 0.0}, ValueError, "d must be finite and positive"),
+        (nn.Linear(2, 2, dtype=torch.complex64), {}, TypeError, "'weight' is torch.complex64"),
+    ],
+)
+def test_bad_input(
+    model: Any, settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        for_model(model, **{"recipe": "1.0", **settings})
