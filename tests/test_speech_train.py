@@ -69,7 +69,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------ going on
 
 
-@pytest.mark.parametrize("optimizer", ["1.0", "muon"])
+@pytest.mark.parametrize("optimizer", ["speech", "fam", "muon"])
 def test_a_stopped_training_goes_on_to_the_same_weights(
     cache: Path, tmp_path: Path, optimizer: str
 ) -> None:
@@ -102,7 +102,7 @@ def _failing_after(prepared: Prepared, count: int) -> Prepared:
 def start(out: Path, cache: Path, steps: int, *more: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "maxfactor.cli", "train", "--out", str(out)]
     if "--resume" not in more:
-        command += ["--optimizer=1.0", f"--steps={steps}", "--batch-size=2", "--utterances=12"]
+        command += ["--optimizer=speech", f"--steps={steps}", "--batch-size=2", "--utterances=12"]
         command += ["--validation-utterances=2"]
         command += ["--evaluate-every=3", "--spec-augment", "--device=cpu"]
     command += ["--workers=1", f"--cache={cache}", *more]

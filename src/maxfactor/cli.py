@@ -58,7 +58,9 @@ def train(
     optimizer: Annotated[
         str | None,
         typer.Option(
-            "--optimizer", "--recipe", help="a recipe of ours, or adamw, adafactor, muon, lion"
+            "--optimizer",
+            "--recipe",
+            help="speech (default), fam, lean, …, adamw, adafactor, muon, lion",
         ),
     ] = None,
     lr: Annotated[float | None, typer.Option(help="highest rate [the optimizer's own]")] = None,
@@ -132,7 +134,7 @@ def transcribe(
 ) -> None:
     """Print what is said in audio files.
 
-    Example: maxfactor transcribe runs/digits-1.0 recording.wav
+    Example: maxfactor transcribe runs/digits-speech recording.wav
     """
     with _one_line_errors():
         from maxfactor.speech.transcription import transcribe_files

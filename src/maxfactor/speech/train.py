@@ -80,7 +80,7 @@ class Settings:
     utterances: int | None = None
     validation_utterances: int = 256
     model: str = "nano"
-    optimizer: str = "1.0"
+    optimizer: str = "speech"
     lr: float | None = None
     weight_decay: float | None = None
     schedule: str = "cosine"
