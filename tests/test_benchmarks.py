@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shapes
+import speech_data
 import step_time
 
 
@@ -113,3 +114,13 @@ def test_state_is_counted_once() -> None:
             """Nothing to do."""
 
     assert step_time.state_bytes(Optimizer()) == 45
+
+
+def test_speech_data_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    cache = str(tmp_path / "cache")
+    speech_data.main(["--utterances=60", "--batches=2", "--cache", cache, "--out", str(out)])
+    [row] = json.loads(out.read_text())["rows"]
+    assert row["utterances"] == 60
+    assert row["times_real_time_per_core"] > 0
+    assert {"own_megabytes", "mapped_megabytes"} <= row.keys()

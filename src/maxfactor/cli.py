@@ -51,13 +51,16 @@ def train(
         str | None, typer.Option(help="the same, for validation [1 in 20 of --data]")
     ] = None,
     utterances: Annotated[int | None, typer.Option(help="how many to synthesise")] = None,
+    validation_utterances: Annotated[int | None, typer.Option(help="the same [256]")] = None,
     model: Annotated[
         str | None, typer.Option(help="nano (default), tiny, base, or a model's folder")
     ] = None,
     optimizer: Annotated[
         str | None,
         typer.Option(
-            "--optimizer", "--recipe", help="a recipe of ours, or adamw, adafactor, muon, lion"
+            "--optimizer",
+            "--recipe",
+            help="speech (default), fam, lean, …, adamw, adafactor, muon, lion",
         ),
     ] = None,
     lr: Annotated[float | None, typer.Option(help="highest rate [the optimizer's own]")] = None,
@@ -98,6 +101,7 @@ def train(
         "data": data,
         "validation": validation,
         "utterances": utterances,
+        "validation_utterances": validation_utterances,
         "model": model,
         "optimizer": optimizer,
         "lr": lr,
@@ -130,7 +134,7 @@ def transcribe(
 ) -> None:
     """Print what is said in audio files.
 
-    Example: maxfactor transcribe runs/digits-1.0 recording.wav
+    Example: maxfactor transcribe runs/digits-speech recording.wav
     """
     with _one_line_errors():
         from maxfactor.speech.transcription import transcribe_files

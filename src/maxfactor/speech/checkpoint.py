@@ -88,6 +88,8 @@ def load_model(folder: Path) -> tuple[WhisperForConditionalGeneration, Codec]:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{folder}: cannot be read as a Whisper, {_reason(error)}") from error
+    # Sinusoids, which Whisper never trains; reading them from a file makes them trainable.
+    model.model.encoder.embed_positions.requires_grad_(False)
     return model, Codec.of(tokenizer)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import maxfactor
-from maxfactor.recipes import RECIPES
+from maxfactor.recipes import BY_KIND, RECIPES, find_recipe
 from maxfactor.speech.audio import InputError
 
 if TYPE_CHECKING:
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 # Rates for models of these sizes that start from random weights.
-PEERS = {"adamw": 2e-3, "adafactor": 4e-2, "muon": 2e-2, "lion": 3e-4}
+PEERS = {"adamw": 1e-3, "adafactor": 4e-2, "muon": 2e-2, "lion": 3e-4}
 REST_OF_MUON = 0.1  # AdamW's rate for what Muon leaves out, as a share of Muon's
 CLIP = 1.0  # the norm that peers' gradients are clipped to; ours bound the step themselves
 
 
 def names() -> list[str]:
     """Every name that `make_optimizer` takes."""
-    return [*RECIPES, *PEERS]
+    return [*BY_KIND, *RECIPES, *PEERS]
 
 
 def default_lr(name: str) -> float:
     """A rate to begin with."""
     _check(name)
-    return PEERS[name] if name in PEERS else float(maxfactor.recipe(name)["lr"])
+    return PEERS[name] if name in PEERS else float(find_recipe(name).common["lr"])
 
 
 def default_clip(name: str) -> float | None:
@@ -48,7 +48,7 @@ def make_optimizer(
         model: Whose parameters are trained, those that want a gradient.
         name: One of `names()`.
         lr: The highest rate; None takes `default_lr`.
-        weight_decay: Of matrices; None takes 0.01, Muon 0.1.
+        weight_decay: Of matrices; None takes the recipe's, 0.01 for peers, 0.1 for Muon.
 
     Example:
         >>> [optimizer] = make_optimizer(nn.Linear(3, 2), "adamw")
@@ -59,11 +59,9 @@ def make_optimizer(
     _check(name)
     params = [param for param in model.parameters() if param.requires_grad]
     decay = 0.01 if weight_decay is None else weight_decay
-    if name in RECIPES:
-        settings = maxfactor.recipe(name) | {"lr": lr}
-        if weight_decay is not None:
-            settings["weight_decay"] = weight_decay
-        return [maxfactor.MaxFactor(params, **settings)]
+    if name not in PEERS:
+        changes = {} if weight_decay is None else {"weight_decay": weight_decay}
+        return [maxfactor.for_model(model, name, lr, **changes)]
     if name == "adamw":
         return [torch.optim.AdamW(_by_decay(params, decay), lr, betas=(0.9, 0.98))]
     if name == "adafactor":

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from maxfactor.speech.audio import SAMPLE_RATE, InputError, Samples, Wave, resam
 from maxfactor.speech.shards import Shards, Spoken, shard_lengths, write_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -151,48 +152,45 @@ class Espeak:
         self._pieces: list[bytes] = []
         # Kept, for C holds a pointer to it.
         self._callback = _CALLBACK(self._collect)
-        self._library: ctypes.CDLL | None = None
 
     def say(self, text: str, voice: str, rate: int, pitch: int) -> tuple[Samples, int]:
         """Return samples and their rate."""
-        library, sample_rate = self._fresh_library()
-        if library.espeak_SetVoiceByName(voice.encode()) != 0:
-            raise InputError(f"espeak-ng has no voice {voice!r}")
-        library.espeak_SetParameter(_RATE, rate, 0)
-        library.espeak_SetParameter(_PITCH, pitch, 0)
-        self._pieces.clear()
-        encoded = text.encode() + b"\0"
-        status = library.espeak_Synth(encoded, len(encoded), 0, 0, 0, _UTF8, None, None)
-        if status != 0 or library.espeak_Synchronize() != 0 or not self._pieces:
-            raise InputError(f"espeak-ng cannot say {text!r} with the voice {voice!r}")
-        return np.frombuffer(b"".join(self._pieces), np.int16), sample_rate
+        with self._fresh_library() as (library, sample_rate):
+            if library.espeak_SetVoiceByName(voice.encode()) != 0:
+                raise InputError(f"espeak-ng has no voice {voice!r}")
+            library.espeak_SetParameter(_RATE, rate, 0)
+            library.espeak_SetParameter(_PITCH, pitch, 0)
+            self._pieces.clear()
+            encoded = text.encode() + b"\0"
+            status = library.espeak_Synth(encoded, len(encoded), 0, 0, 0, _UTF8, None, None)
+            if status != 0 or library.espeak_Synchronize() != 0 or not self._pieces:
+                raise InputError(f"espeak-ng cannot say {text!r} with the voice {voice!r}")
+            return np.frombuffer(b"".join(self._pieces), np.int16), sample_rate
 
     def version(self) -> str:
         """What the library calls itself; another version sounds different."""
-        library, _ = self._fresh_library()
-        name: bytes = library.espeak_Info(None)
-        return name.decode()
+        with self._fresh_library() as (library, _):
+            name: bytes = library.espeak_Info(None)
+            return name.decode()
 
-    def close(self) -> None:
-        """Unload the library."""
-        if self._library is not None:
-            self._library.espeak_Terminate()
-            _unload(self._library)
-            self._library = None
-
-    def _fresh_library(self) -> tuple[ctypes.CDLL, int]:
-        self.close()
+    @contextmanager
+    def _fresh_library(self) -> Iterator[tuple[ctypes.CDLL, int]]:
+        """Load the library, and unload it: loaded twice, it would keep its variables."""
         library = ctypes.CDLL(self._location.library)
-        for name, arguments, result in _SIGNATURES:
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, result
-        rate = int(library.espeak_Initialize(_SYNCHRONOUS, 0, self._location.data.encode(), 0))
-        if rate <= 0:
-            raise InputError(f"{self._location.data}: espeak-ng cannot use this as its data folder")
-        library.espeak_SetSynthCallback(self._callback)
-        _reset_random(library)
-        self._library = library
-        return library, rate
+        try:
+            for name, arguments, result in _SIGNATURES:
+                function = getattr(library, name)
+                function.argtypes, function.restype = arguments, result
+            data = self._location.data.encode()
+            rate = int(library.espeak_Initialize(_SYNCHRONOUS, 0, data, _DO_NOT_EXIT))
+            if rate <= 0:
+                raise InputError(f"{self._location.data}: espeak-ng cannot use this as its data")
+            library.espeak_SetSynthCallback(self._callback)
+            _reset_random(library)
+            yield library, rate
+            library.espeak_Terminate()
+        finally:
+            _unload(library)
 
     def _collect(self, samples: Any, count: int, _events: Any) -> int:
         if count > 0:
@@ -315,6 +313,7 @@ def _with_noise(speech: Wave, utterance: Utterance) -> Wave:
 # ------------------------------------------------------------------------- the C interface
 
 _SYNCHRONOUS = 2  # AUDIO_OUTPUT_SYNCHRONOUS: samples come to the callback before the call returns
+_DO_NOT_EXIT = 0x8000  # espeakINITIALIZE_DONT_EXIT: else wrong data would end the process
 _RATE, _PITCH = 1, 3  # espeakRATE, espeakPITCH
 _UTF8 = 1  # espeakCHARS_UTF8
 

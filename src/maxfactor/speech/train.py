@@ -67,7 +67,7 @@ class Settings:
         grad_accum: Forward passes to a step.
         dtype: Of autocast: "fp32" for none, "bf16" or "fp16".
         device: "auto", "cpu", "cuda", …
-        seed: Of data, weights and order.
+        seed: Of weights, order and augmentation; what is synthesised stays the same.
         spec_augment: Whether to blank out stretches of the features.
         evaluate_every: Steps between evaluations, and between checkpoints.
         keep: How many checkpoints to keep.
@@ -80,7 +80,7 @@ class Settings:
     utterances: int | None = None
     validation_utterances: int = 256
     model: str = "nano"
-    optimizer: str = "1.0"
+    optimizer: str = "speech"
     lr: float | None = None
     weight_decay: float | None = None
     schedule: str = "cosine"
@@ -181,7 +181,7 @@ def _synthesised(
         ("validation", settings.validation_utterances),
     ]
     for split, count in wanted:
-        script = synth.Script(settings.task, settings.language, split, settings.seed)
+        script = synth.Script(settings.task, settings.language, split)
         parts.append(synth.synthesise(script, count, cache, workers, progress=reporter.advance))
     return parts[0], parts[1]
 

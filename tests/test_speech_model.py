@@ -1,0 +1,199 @@
+"""Tokens, the small Whisper, decoding and error rates, optimizers by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast, WhisperForConditionalGeneration
+
+from maxfactor.speech import optimizers
+from maxfactor.speech.audio import InputError
+from maxfactor.speech.evaluate import Evaluation, evaluate, in_batches, transcribe
+from maxfactor.speech.model import IGNORED, SIZES, Codec, Size, encode, loss_of, whisper
+from maxfactor.speech.train import task_codec
+
+SMALL = Size(32, 2, 2)
+
+
+def small_model(codec: Codec, max_tokens: int = 12) -> WhisperForConditionalGeneration:
+    torch.manual_seed(0)
+    return whisper(codec, SMALL, seconds=2, max_tokens=max_tokens)
+
+
+@pytest.fixture
+def codec() -> Codec:
+    return Codec.build("abcde ")
+
+
+# -------------------------------------------------------------------------------- tokens
+
+
+def test_characters_are_tokens(codec: Codec) -> None:
+    assert len(codec.encode("ab cd")) == 6  # and the end
+    assert codec.decode(codec.encode("ab cd")) == "ab cd"
+    assert codec.decode([*codec.encode("ab"), *codec.encode("cd")]) == "ab"  # up to the end
+    assert codec.missing("abxz") == ["x", "z"]
+
+
+def test_composed_and_decomposed_letters_are_the_same() -> None:
+    codec = Codec.build("fü")
+    assert codec.encode("u\u0308f") == codec.encode("üf")
+    assert codec.missing("u\u0308") == []
+
+
+def test_labels_are_filled_up_with_what_is_ignored(codec: Codec) -> None:
+    labels = codec.labels(["abc", "d"])
+    assert labels.shape == (2, 4)
+    assert labels[1, 2:].tolist() == [IGNORED, IGNORED]  # the end is not ignored
+    assert labels[1, 1] == codec.end
+
+
+def test_tokens_survive_a_file(codec: Codec, tmp_path: Path) -> None:
+    codec.tokenizer.save_pretrained(tmp_path)
+    again = Codec.of(PreTrainedTokenizerFast.from_pretrained(tmp_path))
+    assert again.encode("ab cd") == codec.encode("ab cd")
+    assert again.decode(again.encode("ab cd")) == "ab cd"
+    assert (again.start, again.end) == (codec.start, codec.end)
+
+
+def test_a_task_has_tokens_for_all_its_languages() -> None:
+    assert not task_codec("digits").missing("zero null cero")
+    assert not task_codec("sentences").missing("größe año the")
+
+
+# --------------------------------------------------------------------------------- model
+
+
+def test_encoder_is_whispers_own(codec: Codec) -> None:
+    model = small_model(codec).eval()
+    features = torch.randn(2, 80, 200)
+    whole = model.model.encoder(features).last_hidden_state
+    torch.testing.assert_close(encode(model, features), whole)
+    assert encode(model, features[..., :60]).shape == (2, 30, 32)
+
+
+def test_loss_is_whispers_own(codec: Codec) -> None:
+    model = small_model(codec).eval()
+    features, labels = torch.randn(2, 80, 200), codec.labels(["ab c", "de"])
+    expected = model(input_features=features, labels=labels).loss
+    torch.testing.assert_close(loss_of(model, features, labels), expected)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("nano", 1.0), ("tiny", 17.0), ("base", 46.0)])
+def test_sizes(codec: Codec, name: str, millions: float) -> None:
+    with torch.device("meta"):
+        model = whisper(codec, name, seconds=3, max_tokens=64)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count / 1e6 == pytest.approx(millions, rel=0.1)
+    assert model.config.d_model == SIZES[name].width
+
+
+def test_unknown_size_is_refused(codec: Codec) -> None:
+    with pytest.raises(ValueError, match="nano, tiny, base, got 'huge'"):
+        whisper(codec, "huge")
+
+
+# ------------------------------------------------------------------------------ decoding
+
+
+def decode_slowly(
+    model: WhisperForConditionalGeneration, codec: Codec, features: Tensor
+) -> list[str]:
+    """One utterance at a time, everything anew for each token."""
+    texts = []
+    for one in features:
+        tokens = list(codec.start)
+        while len(tokens) < model.config.max_target_positions and tokens[-1] != codec.end:
+            output = model(input_features=one[None], decoder_input_ids=torch.tensor([tokens]))
+            tokens.append(int(output.logits[0, -1].argmax()))
+        texts.append(codec.decode(tokens[len(codec.start) :]))
+    return texts
+
+
+def test_greedy_decoding_writes_what_is_likeliest(codec: Codec) -> None:
+    model = small_model(codec)
+    features, spoken = torch.randn(6, 80, 200), ["a", "b c", "dd", "e a b", "cab", "bed"]
+    [adamw] = optimizers.make_optimizer(model, "adamw", lr=0.01)
+    for _ in range(40):  # so that texts differ, and end at different places
+        loss_of(model, features, codec.labels(spoken)).backward()
+        adamw.step()
+        adamw.zero_grad()
+    model.train()
+    texts = transcribe(model, codec, features)
+    assert model.training  # left as it was
+    with torch.no_grad():
+        expected = decode_slowly(model.eval(), codec, features)
+    assert texts == expected
+    assert len(set(texts)) > 1
+    assert len({len(text) for text in texts}) > 1
+
+
+def test_error_rates() -> None:
+    evaluation = Evaluation.of(["one two three four", "five"], ["one too three", "five five"])
+    assert evaluation.wer == pytest.approx(3 / 5)
+    assert evaluation.cer == pytest.approx((1 + 5 + 5) / 22)
+    assert evaluation.examples[0].hypothesis == "one too three"
+
+
+def test_evaluation_takes_batches(codec: Codec) -> None:
+    model = small_model(codec)
+    features, texts = torch.randn(5, 80, 200), ["ab", "c", "d e", "a", "b"]
+    whole = evaluate(model, codec, in_batches(features, texts, 5), examples=5)
+    pieces = evaluate(model, codec, in_batches(features, texts, 2), examples=5)
+    assert whole == pieces
+    assert [example.reference for example in whole.examples] == texts
+
+
+# ---------------------------------------------------------------------------- optimizers
+
+
+@pytest.mark.parametrize("name", [name for name in optimizers.names() if name != "lion"])
+def test_every_optimizer_trains_every_parameter(codec: Codec, name: str) -> None:
+    model = small_model(codec)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    made = optimizers.make_optimizer(model, name)
+    loss_of(model, torch.randn(2, 80, 200), codec.labels(["ab", "cde"])).backward()
+    for optimizer in made:
+        optimizer.step()
+    ours = {id(param) for one in made for group in one.param_groups for param in group["params"]}
+    count = sum(len(group["params"]) for one in made for group in one.param_groups)
+    wanted = {id(param) for param in model.parameters() if param.requires_grad}
+    assert ours == wanted
+    assert count == len(wanted)  # none twice
+    still = [
+        key
+        for key, param in model.named_parameters()
+        if torch.equal(param, before[key]) and param.grad is not None and param.grad.any()
+    ]
+    assert still == []
+
+
+def test_muon_leaves_embeddings_to_adamw(codec: Codec) -> None:
+    model = small_model(codec)
+    muon, adamw = optimizers.make_optimizer(model, "muon", lr=0.02)
+    rest = [param for group in adamw.param_groups for param in group["params"]]
+    assert any(param is model.proj_out.weight for param in rest)
+    assert all(group["lr"] == pytest.approx(0.002) for group in adamw.param_groups)
+    assert all(param.ndim == 2 for group in muon.param_groups for param in group["params"])
+
+
+def test_vectors_are_not_decayed() -> None:
+    [adamw] = optimizers.make_optimizer(nn.Linear(3, 2), "adamw", weight_decay=0.3)
+    decays = {group["params"][0].ndim: group["weight_decay"] for group in adamw.param_groups}
+    assert decays == {2: 0.3, 1: 0.0}
+
+
+def test_missing_lion_names_its_package() -> None:
+    try:
+        import lion_pytorch  # noqa: F401
+    except ImportError:
+        with pytest.raises(InputError, match="pip install lion-pytorch"):
+            optimizers.make_optimizer(nn.Linear(3, 2), "lion")
+
+
+def test_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(ValueError, match="adamw, adafactor, muon, lion, got 'sgd'"):
+        optimizers.make_optimizer(nn.Linear(3, 2), "sgd")

@@ -1,0 +1,467 @@
+"""The training loop: going on after a stop, what it leaves behind, and the command."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from safetensors.torch import load_file
+from transformers import WhisperForConditionalGeneration
+from typer.testing import CliRunner
+
+import maxfactor
+from maxfactor.cli import app
+from maxfactor.speech import checkpoint, synth, train
+from maxfactor.speech.audio import SAMPLE_RATE, InputError
+from maxfactor.speech.progress import Pace, Silent
+from maxfactor.speech.shards import Shards
+from maxfactor.speech.train import Prepared, Settings, Trainer, rate_factor
+
+TINY = Settings(
+    optimizer="adamw",
+    steps=6,
+    batch_size=2,
+    utterances=12,
+    validation_utterances=2,
+    evaluate_every=2,
+    spec_augment=True,
+)
+SOURCE = str(Path(maxfactor.__file__).parents[1])
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    train.prepare(TINY, folder, 1)
+    return folder
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint.checkpoints(out)[-1] / "model.safetensors")
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / train.METRICS).read_text().splitlines()]
+
+
+# ------------------------------------------------------------------------------ going on
+
+
+@pytest.mark.parametrize("optimizer", ["speech", "fam", "muon"])
+def test_a_stopped_training_goes_on_to_the_same_weights(
+    cache: Path, tmp_path: Path, optimizer: str
+) -> None:
+    settings = replace(TINY, optimizer=optimizer)
+    train.train(settings, tmp_path / "whole", cache=cache, workers=1)
+    part = train.prepare(settings, cache, 1)
+    stopped = tmp_path / "stopped"
+    with pytest.raises(KeyError):  # in the middle of step 5, after the checkpoint of step 4
+        train.train(settings, stopped, prepared=_failing_after(part, 9))
+    assert checkpoint.checkpoints(stopped)[-1].name == "step-00000004"
+    train.train(settings, stopped, resume=True, cache=cache, workers=1)
+    assert_same_weights(tmp_path / "whole", stopped)
+    assert [line["step"] for line in lines(stopped)] == [2, 2, 4, 4, 6, 6]
+
+
+def _failing_after(prepared: Prepared, count: int) -> Prepared:
+    class Failing(Shards):
+        read = 0
+
+        def __getitem__(self, number: int) -> Any:
+            self.read += 1
+            if self.read > count:
+                raise KeyError("as good as a power cut")
+            return super().__getitem__(number)
+
+    assert isinstance(prepared.train, Shards)
+    return prepared._replace(train=Failing(prepared.train.paths))
+
+
+def start(out: Path, cache: Path, steps: int, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "maxfactor.cli", "train", "--out", str(out)]
+    if "--resume" not in more:
+        command += ["--optimizer=speech", f"--steps={steps}", "--batch-size=2", "--utterances=12"]
+        command += ["--validation-utterances=2"]
+        command += ["--evaluate-every=3", "--spec-augment", "--device=cpu"]
+    command += ["--workers=1", f"--cache={cache}", *more]
+    environment = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise AssertionError(process.communicate()[0])
+        if (out / train.METRICS).exists():
+            seen = (out / train.METRICS).read_text().splitlines()
+            if seen and json.loads(seen[-1])["step"] >= step:
+                return
+        time.sleep(0.005)
+    raise AssertionError("the training did not come that far")
+
+
+def test_killed_at_a_random_step_it_goes_on_to_the_same_weights(
+    cache: Path, tmp_path: Path
+) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    process = start(killed, cache, 60)
+    wait_for_step(killed, random.randrange(3, 40), process)
+    time.sleep(random.uniform(0.0, 0.1))  # in the middle of a step, a decoding or a checkpoint
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    process.communicate()
+    resumed = start(killed, cache, 60, "--resume")
+    other = start(whole, cache, 60)
+    for one in (resumed, other):
+        output, _ = one.communicate()
+        assert one.returncode == 0, output
+    assert_same_weights(killed, whole)
+    assert [line["step"] for line in lines(killed)] == [line["step"] for line in lines(whole)]
+    assert not list(killed.rglob("*.partial"))
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(cache: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = start(out, cache, 3000)
+    wait_for_step(out, 3, process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate()
+    assert process.returncode == 130, output
+    assert f"maxfactor train --resume --out {out}" in output
+    assert "Traceback" not in output
+    step = checkpoint.load_training(checkpoint.checkpoints(out)[-1])["step"]
+    assert 3 <= step < 3000
+    assert lines(out)[-1]["step"] == step
+
+
+# ------------------------------------------------------------------------------- the step
+
+
+def trainer(cache: Path, **changes: Any) -> Trainer:
+    settings = replace(TINY, spec_augment=False, **changes)
+    return Trainer(settings, train.prepare(settings, cache, 1))
+
+
+def test_accumulated_gradients_are_those_of_one_batch(cache: Path) -> None:
+    whole, parts = trainer(cache, batch_size=4), trainer(cache, batch_size=4, grad_accum=2)
+    batches = whole.batches()
+    [batch] = next(batches)
+    batches.close()
+    halves = [type(batch)(*(tensor[part] for tensor in batch)) for part in (slice(1), slice(1, 4))]
+    loss, same = whole.train_step([batch]), parts.train_step(halves)
+    torch.testing.assert_close(loss, same)
+    for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
+
+
+def test_steps_take_as_many_batches_as_are_accumulated(cache: Path) -> None:
+    batches = trainer(cache, grad_accum=3).batches()
+    assert [len(next(batches)) for _ in range(2)] == [3, 3]
+    batches.close()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_mixed_precision_keeps_weights_in_full(cache: Path, dtype: str) -> None:
+    mixed = trainer(cache, dtype=dtype)
+    batches = mixed.batches()
+    losses = [float(mixed.train_step(next(batches))) for _ in range(3)]
+    batches.close()
+    assert all(np.isfinite(losses))
+    assert {param.dtype for param in mixed.model.parameters()} == {torch.float32}
+    assert 0.0 <= mixed.evaluate().cer < 20.0
+
+
+def test_gradients_of_peers_are_clipped(cache: Path) -> None:
+    norms = {}
+    for clip in (None, 0.0):
+        one = trainer(cache, clip=clip)
+        one.optimizers[0].zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]  # noqa: ARG005
+        batches = one.batches()
+        one.train_step(next(batches))
+        batches.close()
+        norms[clip] = _norm(one.optimizers[0])
+    assert norms[None] == pytest.approx(1.0, abs=1e-3)
+    assert norms[0.0] > 1.5
+
+
+def _norm(optimizer: torch.optim.Optimizer) -> float:
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    return float(torch.stack([g.norm() for g in grads if g is not None]).norm())
+
+
+def test_the_rate_rises_and_falls() -> None:
+    settings = replace(TINY, steps=100, warmup=0.1)
+    factors = [rate_factor(settings, step) for step in range(100)]
+    assert factors[:10] == pytest.approx([(step + 1) / 11 for step in range(10)])
+    assert factors[10] == 1.0
+    assert factors[55] == pytest.approx(0.5)
+    assert 0.0 < factors[99] < 0.001
+    assert rate_factor(replace(settings, schedule="linear"), 55) == pytest.approx(0.5)
+    assert rate_factor(replace(settings, schedule="constant"), 99) == 1.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps": 0},
+        {"batch_size": 0},
+        {"warmup": 1.0},
+        {"lr": float("nan")},
+        {"lr": 0.0},
+        {"schedule": "step"},
+        {"dtype": "int8"},
+        {"optimizer": "sgd"},
+        {"task": "songs"},
+    ],
+)
+def test_wrong_settings_are_refused(change: dict[str, Any]) -> None:
+    [[name, value]] = change.items()
+    with pytest.raises(ValueError, match=f"{name} must .*{value}"):
+        Settings(**change)
+
+
+# ------------------------------------------------------------------------ what it leaves
+
+
+def test_checkpoints_are_models_and_the_last_are_kept(cache: Path, tmp_path: Path) -> None:
+    train.train(replace(TINY, keep=2), tmp_path, cache=cache, workers=1)
+    names = [path.name for path in checkpoint.checkpoints(tmp_path)]
+    assert names == ["step-00000004", "step-00000006"]
+    model, codec = checkpoint.load_model(tmp_path)
+    assert model.proj_out.weight is model.model.decoder.embed_tokens.weight
+    assert codec.decode(codec.encode("one two")) == "one two"
+    evaluations = [line for line in lines(tmp_path) if "wer" in line]
+    assert [line["step"] for line in evaluations] == [2, 4, 6]
+    assert evaluations[0]["examples"][0].keys() == {"reference", "hypothesis"}
+    assert {"loss", "lr", "effective_lr", "steps_per_second"} <= lines(tmp_path)[0].keys()
+
+
+def test_a_folder_takes_one_training(cache: Path, tmp_path: Path) -> None:
+    train.train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1)
+    with pytest.raises(InputError, match="holds a training already"):
+        train.train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1)
+    with pytest.raises(InputError, match="started with steps=2, cannot go on with 6"):
+        train.train(TINY, tmp_path, resume=True, cache=cache, workers=1)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = torch.save
+
+    def full(state: dict[str, Any], file: Any) -> None:
+        if state["step"] == 4:
+            file.write(b"some of it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(state, file)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(InputError, match=r"step-00000004: cannot be written, the disk is full"):
+        train.train(TINY, tmp_path, cache=cache, workers=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_tensorboard_on_request(cache: Path, tmp_path: Path) -> None:
+    train.train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1, tensorboard=True)
+    [events] = (tmp_path / "tensorboard").iterdir()
+    assert events.stat().st_size > 200
+
+
+def test_a_loss_that_is_no_number_is_null(tmp_path: Path) -> None:
+    metrics = train.Metrics(tmp_path, 0, tensorboard=False)
+    metrics.pace(Pace(1, float("nan"), 0.1, 0.1, 1.0, 1.0), Silent())
+    assert lines(tmp_path)[0]["loss"] is None
+
+
+# ---------------------------------------------------------------------------- the command
+
+
+@pytest.fixture(scope="module")
+def trained(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trained") / "out"
+    result = run(
+        "train", "--optimizer", "adamw", "--steps", "2", "--batch-size", "2", "--utterances", "12",
+        "--validation-utterances", "2",
+        "--evaluate-every", "2", "--out", out, "--cache", cache, "--workers", "1",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert f"maxfactor transcribe {out} {out / 'example.wav'}" in result.output
+    return out
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_help_fits_a_screen() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    assert len(result.output.splitlines()) <= 24
+    for command in ("train", "transcribe"):
+        text = run(command, "--help").output
+        assert f"Example: maxfactor {command} " in text
+
+
+def test_files_are_transcribed_whatever_their_rate(trained: Path, tmp_path: Path) -> None:
+    example = trained / "example.wav"
+    result = run("transcribe", trained, example)
+    assert result.exit_code == 0, result.output
+    samples, _ = soundfile.read(example)
+    stereo = tmp_path / "stereo.flac"
+    upsampled = np.repeat(samples, 3)
+    soundfile.write(stereo, np.stack([upsampled, upsampled], 1), 3 * SAMPLE_RATE)
+    both = run("transcribe", trained, example, stereo)
+    assert both.output.splitlines()[0] == f"{example}\t{result.output.strip()}"
+    assert both.output.splitlines()[1].startswith(f"{stereo}\t")
+
+
+def test_a_trained_model_learns_another_language(
+    trained: Path, cache: Path, tmp_path: Path
+) -> None:
+    result = run(
+        "train", "--model", trained, "--language", "de", "--optimizer", "adamw", "--steps", "1",
+        "--validation-utterances", "2",
+        "--batch-size", "2", "--out", tmp_path / "out", "--cache", cache, "--workers", "1",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+
+
+def test_own_recordings_are_trained_on(tmp_path: Path, cache: Path) -> None:
+    spoken = synth.synthesise(synth.Script("digits"), 24, cache, 1)
+    listing = []
+    for number in range(24):
+        path = tmp_path / f"{number}.wav"
+        soundfile.write(path, spoken[number].samples, SAMPLE_RATE)
+        listing.append(f"{path.name}\t{spoken[number].text}\n")
+    (tmp_path / "train.tsv").write_text("".join(listing[:20]))
+    (tmp_path / "validation.tsv").write_text("".join(listing[20:]))
+    out = tmp_path / "out"
+    result = run(
+        "train", "--data", tmp_path / "train.tsv", "--validation", tmp_path / "validation.tsv",
+        "--optimizer", "adamw", "--steps", "1", "--batch-size", "2", "--out", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert isinstance(checkpoint.load_model(out)[0], WhisperForConditionalGeneration)
+
+
+def wrong_transcribe(trained: Path, folder: Path) -> list[tuple[list[object], str]]:
+    noise = folder / "noise.wav"
+    noise.write_bytes(b"no audio")
+    long = folder / "long.wav"
+    soundfile.write(long, np.zeros(10 * SAMPLE_RATE, np.int16), SAMPLE_RATE)
+    broken = folder / "broken"
+    shutil.copytree(checkpoint.checkpoints(trained)[-1], broken)
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    other = folder / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"model_type": "bert"}')
+    example = trained / "example.wav"
+    return [
+        (["transcribe", trained, folder / "missing.wav"], "missing.wav: no such file"),
+        (["transcribe", trained, noise], "noise.wav: cannot be read as audio"),
+        (["transcribe", trained, long], "long.wav: 10.0 s long"),
+        (["transcribe", folder, example], f"{folder}: no config.json"),
+        (["transcribe", broken, example], "broken: cannot be read as a Whisper"),
+        (["transcribe", other, example], "other: holds a model of type 'bert'"),
+    ]
+
+
+def wrong_train(trained: Path, folder: Path) -> list[tuple[list[object], str]]:
+    example = trained / "example.wav"
+    lists = {
+        "missing": "nowhere.wav\thello\n",
+        "empty": f"{example}\t \n",
+        "foreign": f"{example}\tone héllo\n",
+        "single": f"{example}\thello\n",
+    }
+    for name, text in lists.items():
+        (folder / f"{name}.tsv").write_text(text)
+    pair = ["--validation", folder / "single.tsv"]
+    return [
+        (["--data", folder / "nothing"], "nothing: no such file or folder"),
+        (["--data", folder / "missing.tsv", *pair], "nowhere.wav: no such file"),
+        (["--data", folder / "empty.tsv"], "empty.tsv:1: the transcript of"),
+        (["--data", folder / "single.tsv"], "only 1 recordings"),
+        (
+            ["--data", folder / "single.tsv", "--validation", folder / "foreign.tsv"],
+            "example.wav: its text has ' ', 'n', 'é', which the model has no token for",
+        ),
+        (["--data", folder / "single.tsv", *pair, "--model", trained], "no token for"),
+        (["--task", "songs"], "task must be one of digits, sentences, got 'songs'"),
+        (["--model", folder / "gone"], "gone: no config.json"),
+        (["--resume"], "--resume needs --out"),
+        (["--resume", "--out", folder / "gone"], "settings.json: cannot be read"),
+        (["--out", trained], "holds a training already"),
+        (["--task", "sentences", "--model", trained, "--utterances", "2"], "no token for"),
+    ]
+
+
+def test_wrong_input_is_told_in_one_line(trained: Path, tmp_path: Path, cache: Path) -> None:
+    out = tmp_path / "out"
+    cases = wrong_transcribe(trained, tmp_path)
+    for arguments, message in wrong_train(trained, tmp_path):
+        where = [] if "--out" in arguments or "--resume" in arguments else ["--out", out]
+        base = ["train", "--cache", cache, "--workers", "1", "--steps", "1", "--batch-size", "2"]
+        cases.append(([*base, *where, *arguments], message))
+    for arguments, message in cases:
+        result = run(*arguments)
+        assert result.exit_code == 2, (arguments, result.output, result.exception)
+        assert message in result.stderr, (arguments, result.stderr)
+        assert len(result.stderr.splitlines()) == 1, result.stderr
+        assert not out.exists()
+
+
+def test_options_are_settings() -> None:
+    """A setting that the command cannot set, or an option that goes nowhere, is a mistake."""
+    called: dict[str, Any] = {}
+    settings = {
+        "task": "sentences", "language": "de", "data": "d", "validation": "v", "utterances": 5,
+        "validation_utterances": 6,
+        "model": "tiny", "optimizer": "adamw", "lr": 0.5, "weight_decay": 0.2,
+        "schedule": "linear", "warmup": 0.3, "clip": 2.0, "steps": 7, "batch_size": 3,
+        "grad_accum": 2, "dtype": "bf16", "device": "cpu", "seed": 9, "spec_augment": True,
+        "evaluate_every": 4, "keep": 1,
+    }  # fmt: skip
+
+    def record(given: Settings, out: Path, *_: Any, **__: Any) -> None:
+        called.update(vars(given), out=out)
+        raise InputError("enough")
+
+    options: list[object] = []
+    for name, value in settings.items():
+        option = f"--{name.replace('_', '-')}"
+        options += [option] if value is True else [option, value]
+    patch_train(record, lambda: run("train", *options))
+    assert called.pop("out") == Path("runs/d-adamw")
+    assert called == settings
+
+
+def patch_train(replacement: Callable[..., None], call: Callable[[], object]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "train", replacement)
+        call()
