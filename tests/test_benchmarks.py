@@ -14,6 +14,7 @@ import torch
 import shapes
 import speech_data
 import step_time
+import training_step
 
 
 @pytest.fixture(autouse=True)
@@ -124,3 +125,12 @@ def test_speech_data_is_measured(tmp_path: Path) -> None:
     assert row["utterances"] == 60
     assert row["times_real_time_per_core"] > 0
     assert {"own_megabytes", "mapped_megabytes"} <= row.keys()
+
+
+def test_share_of_a_training_step(tmp_path: Path) -> None:
+    report = training_step.main(["--quick", "--out", str(tmp_path / "share.json")])
+    assert json.loads((tmp_path / "share.json").read_text())["rows"] == report["rows"]
+    assert [row["optimizer"] for row in report["rows"]] == [
+        "1.0", "lean", "fam", "speech", "torch AdamW fused",
+    ]  # fmt: skip
+    assert all(0.0 < row["share"] < 1.0 for row in report["rows"])
