@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]  # what is known of a run, as JSON has it
 
 PIECE = 128  # utterances that a worker speaks at a time
-MOST_FRAMES = 560  # of the longest utterance; features are cut to the longest that there is
+SILENT_FRAMES = 4  # at the end of each utterance, more than a window is long
 MODEL_SECONDS = 6  # what the model can take
 MAX_TOKENS = 96
 WARMUP_SHARE = 0.1
@@ -74,6 +74,13 @@ class Speech:
         return synth.Script("sentences", self.language, self.split, seed=0)
 
 
+class Piece(NamedTuple):
+    """Some utterances, on their way between processes."""
+
+    features: NDArray[np.int16]  # (utterances, 80, frames), the bits of bfloat16
+    texts: list[str]
+
+
 class Features(NamedTuple):
     """Utterances on a device."""
 
@@ -91,7 +98,7 @@ def prepare(wanted: Sequence[Speech], cache: Path, workers: int) -> None:
         for speech in missing
         for start in range(0, speech.count, PIECE)
     ]
-    found: dict[Speech, list[tuple[NDArray[np.int16], list[str], int]]] = {}
+    found: dict[Speech, list[Piece]] = {}
     for (speech, _), piece in zip(pieces, mapped(spoken_piece, pieces, workers), strict=True):
         found.setdefault(speech, []).append(piece)
     for speech in missing:
@@ -108,17 +115,16 @@ def mapped(function: Callable[[Any], Any], items: Sequence[Any], workers: int) -
         yield from pool.imap(function, items)
 
 
-def spoken_piece(piece: tuple[Speech, range]) -> tuple[NDArray[np.int16], list[str], int]:
-    """Log-mel features in bfloat16, as integers to travel between processes; texts; frames."""
+def spoken_piece(piece: tuple[Speech, range]) -> Piece:
+    """Speak some utterances of a set."""
     speech, numbers = piece
     espeak = speaker()
     spoken = [synth.render(speech.script.utterance(number), espeak) for number in numbers]
-    frames = -(-max(len(one.samples) for one in spoken) // HOP)
-    if frames > MOST_FRAMES:
-        raise ValueError(f"an utterance has {frames} frames; raise MOST_FRAMES={MOST_FRAMES}")
-    batch = collate(Listed(spoken), range(len(spoken)), MOST_FRAMES * HOP)
+    longest = max(len(one.samples) for one in spoken)
+    # The last frames see nothing but silence: filled up with them, a piece can be made longer.
+    batch = collate(Listed(spoken), range(len(spoken)), longest + SILENT_FRAMES * HOP)
     features = log_mel(batch.samples).to(torch.bfloat16)
-    return features.view(torch.int16).numpy(), batch.texts, frames
+    return Piece(features.view(torch.int16).numpy(), batch.texts)
 
 
 class Listed:
@@ -145,18 +151,23 @@ def speaker() -> synth.Espeak:
     return synth.Espeak(synth.Location.find())
 
 
-def keep_features(path: Path, pieces: list[tuple[NDArray[np.int16], list[str], int]]) -> None:
-    """Write a set as one file, whole or not at all; silence at the end of all is cut off."""
-    longest = max(frames for _, _, frames in pieces)
+def keep_features(path: Path, pieces: list[Piece]) -> None:
+    """Write a set as one file, whole or not at all, each utterance as long as the longest."""
+    longest = max(features.shape[2] for features, _ in pieces)
     longest += -longest % 16
-    features = np.concatenate([piece[:, :, :longest] for piece, _, _ in pieces])
-    texts = [text for _, own, _ in pieces for text in own]
+    features = np.concatenate([lengthened(features, longest) for features, _ in pieces])
+    texts = [text for _, own in pieces for text in own]
     labels = study_codec().labels(texts)
     labels = nn.functional.pad(labels, (0, -labels.shape[1] % 8), value=IGNORED)
-    partial = path.with_suffix(".partial")
     kept = {"features": torch.from_numpy(features), "labels": labels, "texts": texts}
+    partial = path.with_suffix(".partial")
     torch.save(kept, partial)
     partial.replace(path)
+
+
+def lengthened(features: NDArray[np.int16], frames: int) -> NDArray[np.int16]:
+    """Repeat the silence at the end."""
+    return np.pad(features, ((0, 0), (0, 0), (0, frames - features.shape[2])), mode="edge")
 
 
 def load_features(speech: Speech, cache: Path, device: torch.device) -> Features:
@@ -343,8 +354,6 @@ class Training:
 
     def gradients(self) -> None:
         """Forward and backward; new gradients each time, which a graph then keeps for itself."""
-        from maxfactor.speech.model import loss_of
-
         for param in self.params:
             param.grad = None
         numbers = self.order.index_select(0, self.at)[0]
@@ -451,6 +460,30 @@ class Training:
             "mode": self.mode,
             "fallback": self.fallback,
         }
+
+
+def loss_of(model: WhisperForConditionalGeneration, features: Tensor, labels: Tensor) -> Tensor:
+    """The loss of `maxfactor.speech.model.loss_of`, without a wait for the device.
+
+    Left to itself the decoder looks at its positions on the host to find out that texts are not
+    packed. With a mask of four dimensions it does not.
+    """
+    from maxfactor.speech.model import encode
+
+    codec, decoder = study_codec(), model.model.decoder
+    tokens = labels.shape[1]
+    before = nn.functional.pad(labels[:, :-1], (1, 0), value=codec.start[0])
+    before = before.masked_fill(before == IGNORED, int(codec.tokenizer.pad_token_id))
+    mask = torch.ones(tokens, tokens, dtype=torch.bool, device=labels.device).tril()
+    states = encode(model, features)
+    output = decoder(
+        input_ids=before,
+        attention_mask=mask[None, None],
+        encoder_hidden_states=states,
+        use_cache=False,
+    )
+    logits = model.proj_out(output.last_hidden_state).float()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def batch_order(run: Run, count: int) -> NDArray[np.int64]:
