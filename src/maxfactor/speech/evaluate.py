@@ -6,7 +6,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-import jiwer
 import torch
 from torch import Tensor
 
@@ -38,6 +37,8 @@ class Evaluation:
     @staticmethod
     def of(references: Sequence[str], hypotheses: Sequence[str], examples: int = 5) -> Evaluation:
         """Compare texts; a few of them from here and there are kept as examples."""
+        import jiwer  # decoding needs only torch and transformers
+
         pairs = [Example(*pair) for pair in zip(references, hypotheses, strict=True)]
         apart = max(1, len(pairs) // max(1, examples))
         return Evaluation(
