@@ -224,15 +224,6 @@ def test_switches_of_published_versions(name: str, value: Any, newer: dict[str, 
         MaxFactor([parameter()], **{name: value}, **newer)
 
 
-def test_fused_says_that_it_has_no_momentum() -> None:
-    param = parameter()
-    param.grad = torch.ones(3, 2)
-    optimizer = MaxFactor([("w", param)], momentum=0.9, fused=True)
-    with pytest.raises(RuntimeError, match=r"parameter 'w' has momentum, .*; set fused=False"):
-        optimizer.step()
-    assert not optimizer.state
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [
