@@ -191,6 +191,9 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stage", choices=("search", "seeds", "all"), default="all")
     parser.add_argument("--only", default="", help="rows whose name has this in it")
     parser.add_argument("--graph", choices=("whole", "half", "eager"), default="whole")
+    parser.add_argument(
+        "--mps", action=argparse.BooleanOptionalAction, default=True, help="share the GPU by MPS"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to test the program")
     parser.add_argument("--json", type=Path, default=RESULTS, help="what the report writes")
     options = parser.parse_args(arguments)
@@ -237,7 +240,7 @@ def run_tables(
 
     if not pending():
         return True
-    with shared_gpu(options.device) as works:
+    with shared_gpu(options.device, options.mps) as works:
         needed = [row.run for own in rows.values() for row in own]
         prepare(speech_of(needed), cache, os.cpu_count() or 1)
         is_shared = works()

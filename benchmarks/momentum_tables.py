@@ -203,13 +203,13 @@ def bands_table() -> list[Entry]:
 def finetune_table() -> list[Entry]:
     """A model that learnt English with AdamW learns another language in 500 steps."""
     rates: dict[str, tuple[float, ...]] = {
-        "muon": (0.002, 0.005, 0.01, 0.02, 0.04),
         "speech": (0.002, 0.005, 0.01, 0.02, 0.04),
         "adamw": (1e-4, 3e-4, 1e-3, 2e-3, 4e-3),
         "fam": (0.002, 0.005, 0.01, 0.02, 0.04),
+        "muon": (0.002, 0.005, 0.01, 0.02, 0.04),
+        "lean": (0.005, 0.01, 0.02, 0.04, 0.08),
         "adafactor": (0.005, 0.01, 0.02, 0.04, 0.08),
         "lion": (2e-5, 5e-5, 1e-4, 2e-4, 4e-4),
-        "lean": (0.005, 0.01, 0.02, 0.04, 0.08),
     }
     names = {"de": "German", "es": "Spanish"}
     return [
@@ -232,11 +232,11 @@ def large_table() -> list[Entry]:
     """A larger model: width 384, four layers each, batch 64, 2500 steps."""
     large: dict[str, Any] = {"size": "large", "batch": 64, "steps": 2500}
     return [
-        entry("muon + adamw", "muon", (0.005, 0.01, 0.02), **large),
-        entry("speech", "speech", (0.005, 0.01, 0.02), **large),
-        entry("adamw, clip 1", "adamw", (5e-4, 1e-3, 2e-3), clip=1.0, **large),
+        entry("speech", "speech", (0.01, 0.02), **large),
+        entry("adamw, clip 1", "adamw", (1e-3, 2e-3), clip=1.0, **large),
+        entry("muon + adamw", "muon", (0.01, 0.02), **large),
         entry("fam", "fam", (0.01, 0.02), **large),
-        entry("adamw", "adamw", (5e-4, 1e-3, 2e-3), **large),
+        entry("adamw", "adamw", (1e-3, 2e-3), **large),
     ]
 
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 2  # at a run that fails; the second without graphs
 STOPPED_WITHIN = 5.0  # seconds that a worker has to end
+PROBED_WITHIN = 45.0  # seconds that MPS has to answer
+MPS_VARIABLES = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+MPS_PROBE = "import torch; torch.ones(9, device='cuda').sum().item()"
 
 
 @dataclass
@@ -141,34 +144,29 @@ def _end(workers: Sequence[Worker]) -> None:
 
 
 @contextmanager
-def shared_gpu(device: str) -> Iterator[Callable[[], bool]]:
+def shared_gpu(device: str, is_wanted: bool = True) -> Iterator[Callable[[], bool]]:
     """CUDA's multi-process service for the processes that are started inside, if it is there.
 
     Yields a function that says whether it works, and takes it back if it does not; the question
     is asked at once and answered in the background.
     """
     control = shutil.which("nvidia-cuda-mps-control")
-    if not device.startswith("cuda") or control is None:
+    if not (is_wanted and device.startswith("cuda")) or control is None:
         yield lambda: False
         return
-    with tempfile.TemporaryDirectory(prefix="mps") as folder:
-        names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
-        os.environ.update(dict.fromkeys(names, folder))
-        started = subprocess.run([control, "-d"], capture_output=True, timeout=30)
-        probe = subprocess.Popen(
-            [sys.executable, "-c", "import torch; torch.ones(9, device='cuda').sum().item()"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+    with tempfile.TemporaryDirectory(prefix="mps", ignore_cleanup_errors=True) as folder:
+        variables = dict.fromkeys(MPS_VARIABLES, folder)
+        os.environ.update(variables)
+        is_started = _quietly([control, "-d"])
+        probe = subprocess.Popen([sys.executable, "-c", MPS_PROBE], stderr=subprocess.DEVNULL)
 
         def works() -> bool:
             try:
-                good = started.returncode == 0 and probe.wait(90) == 0
+                good = is_started and probe.wait(PROBED_WITHIN) == 0
             except subprocess.TimeoutExpired:
                 good = False
             if not good:
-                for name in names:
-                    os.environ.pop(name, None)
+                _forget_mps()
             return good
 
         try:
@@ -176,9 +174,27 @@ def shared_gpu(device: str) -> Iterator[Callable[[], bool]]:
         finally:
             if probe.poll() is None:
                 probe.kill()
-            environment = {**os.environ, **dict.fromkeys(names, folder)}
-            subprocess.run(
-                [control], input=b"quit\n", env=environment, capture_output=True, timeout=30
-            )
-            for name in names:
-                os.environ.pop(name, None)
+            _quietly([control], "quit\n", {**os.environ, **variables})
+            _forget_mps()
+
+
+def _quietly(command: list[str], said: str = "", environment: dict[str, str] | None = None) -> bool:
+    """Run a command; no pipes for its output, which a daemon would keep open."""
+    silent = subprocess.DEVNULL
+    try:
+        done = subprocess.run(
+            command,
+            input=said.encode(),
+            stdout=silent,
+            stderr=silent,
+            env=environment,
+            timeout=PROBED_WITHIN,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def _forget_mps() -> None:
+    for name in MPS_VARIABLES:
+        os.environ.pop(name, None)

@@ -49,7 +49,7 @@ MODEL_SECONDS = 6  # what the model can take
 MAX_TOKENS = 96
 WARMUP_SHARE = 0.1
 EAGER_STEPS = 3  # before a capture: allocations, handles and state have to be there
-LOOK_EVERY = 100  # steps between looks at the loss, which wait for the device
+LOOK_EVERY = 25  # steps between looks at the loss, which wait for the device
 SMOOTH = 50  # steps that a loss is averaged over
 DECODED_AT_ONCE = 500
 PEERS = ("adamw", "adafactor", "lion", "muon")
@@ -443,8 +443,10 @@ class Training:
         begun, first = time.perf_counter(), self.taken
         while self.taken < self.settings.steps:
             self._one(replay)
-            if self.taken % LOOK_EVERY == 0 and not bool(self.losses[self.taken - 1].isfinite()):
-                break
+            if self.taken % LOOK_EVERY == 0:
+                self._synchronize()
+                if not bool(self.losses[self.taken - 1].isfinite()):
+                    break
         self._synchronize()
         self.seconds = time.perf_counter() - begun
         self.timed = max(1, self.taken - first)
@@ -483,8 +485,11 @@ class Training:
         return graph.replay
 
     def _synchronize(self) -> None:
+        """Wait for the device asleep: a wait that spins takes a core from the other runs."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
+            event = torch.cuda.Event(blocking=True)
+            event.record()
+            event.synchronize()
 
     def outcome(self) -> Record:
         """What is known once it is over."""
