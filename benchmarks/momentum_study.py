@@ -25,25 +25,20 @@ import datetime
 import importlib.metadata
 import json
 import math
-import multiprocessing
 import os
 import platform
-import shutil
-import subprocess
-import sys
-import tempfile
 import time
-from collections import Counter
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from multiprocessing.connection import Connection, wait
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 import maxfactor
+from momentum_tables import TABLES, Entry, entries_of
+from momentum_variants import variant
+from side_by_side import Workers, shared_gpu
 from speech_runs import (
     FeatureSets,
     Record,
@@ -54,275 +49,19 @@ from speech_runs import (
     english_base,
     new_model,
     prepare,
-    quick,
     run_of,
-    serve,
+    told,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from multiprocessing.process import BaseProcess
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "momentum_study.json"
 SEEDS = (0, 1, 2)
 MOST_EXTENSIONS = 2  # rates that are added beyond the edge of those given
 HOPELESS = 95.0  # per cent of the words wrong
-ATTEMPTS = 2  # at a run that fails; the second without graphs
-STOPPED_WITHIN = 5.0  # seconds that a worker has to end
 PACKAGES = ("torch", "triton", "transformers", "numpy")
-
-
-# ------------------------------------------------------------------------------ the tables
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A row of a table: a run, but for its rate and seed."""
-
-    name: str
-    run: Run
-    rates: tuple[float, ...]
-    every_rate: bool = False  # all seeds at all rates, not only at the best
-
-    def at(self, lr: float, seed: int = 0) -> Run:
-        """The run with a rate and a seed."""
-        return replace(self.run, lr=lr, seed=seed)
-
-
-def entry(
-    name: str, optimizer: str, rates: Sequence[float], every_rate: bool = False, **settings: Any
-) -> Entry:
-    """A row; `settings` are fields of Run, and anything else is an argument of `for_model`."""
-    fields = {key: settings.pop(key) for key in list(settings) if key in Run.__dataclass_fields__}
-    run = Run(optimizer, lr=rates[0], **fields)
-    return Entry(
-        name, replace(run, settings={**run.settings, **settings}), tuple(rates), every_rate
-    )
-
-
-def fam(**settings: Any) -> dict[str, Any]:
-    """FAM's settings as a parameter group holds them, all of them, so that a key is complete."""
-    return asdict(maxfactor.FAM(**settings))
-
-
-ADAMW = (5e-4, 1e-3, 2e-3, 4e-3)
-OURS = (0.005, 0.01, 0.02, 0.04)
-
-
-def main_table() -> list[Entry]:
-    """Peers and recipes."""
-    return [
-        entry("muon + adamw", "muon", (0.005, 0.01, 0.02, 0.04)),
-        entry("speech", "speech", (0.01, 0.02, 0.04, 0.08)),
-        entry("adamw, clip 1", "adamw", ADAMW, clip=1.0),
-        entry("adafactor (torch)", "adafactor", (0.01, 0.02, 0.04, 0.08)),
-        entry("fam", "fam", OURS),
-        entry("adamw", "adamw", ADAMW),
-        entry("lean", "lean", (0.02, 0.04, 0.08, 0.16)),
-        entry("lion", "lion", (5e-5, 1e-4, 2e-4, 4e-4)),
-    ]
-
-
-def vectors_table() -> list[Entry]:
-    """What `speech` does with everything but the hidden matrices."""
-    rates = (0.01, 0.02, 0.04)
-    found = [
-        entry(
-            f"others {direction}, {scale} scale, share {share:g}",
-            "speech",
-            rates,
-            by_kind={"others": {"direction": direction, "scale": scale, "lr_share": share}},
-        )
-        for scale in ("current", "initial")
-        for direction in ("sign_max", "factored")
-        for share in (1.0, 0.5)
-    ]
-    floors = [
-        entry(
-            f"others sign_max, initial scale, share {share:g}, vectors' eps2 {eps2:g}",
-            "speech",
-            rates,
-            by_kind={
-                "others": {"direction": "sign_max", "scale": "initial", "lr_share": share},
-                "vector": {"eps": [1e-10, eps2]},
-            },
-        )
-        for eps2 in (0.01, 0.1)
-        for share in (1.0, 0.5)
-    ]
-    mixed = entry(
-        "others sign_max, initial scale, share 1, vectors current",
-        "speech",
-        rates,
-        by_kind={
-            "others": {"direction": "sign_max", "scale": "initial", "lr_share": 1.0},
-            "vector": {"scale": "current"},
-        },
-    )
-    return [*found, mixed, *floors]
-
-
-def momenta(**settings: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and settings of momentum: FAM, and fixed memories."""
-    yield "FAM", {"momentum": fam(), **settings}
-    for beta in (0.95, 0.9, 0.98, 0.8):
-        yield f"EMA {beta:g}", {"momentum": beta, **settings}
-
-
-def momentum_table() -> list[Entry]:
-    """None, fixed memories, FAM; all with sign_max."""
-    found = [entry(name, "fam", OURS, **settings) for name, settings in momenta()]
-    found += [
-        entry("FAM, 8 bands", "fam", OURS, momentum=fam(bands=8)),
-        entry("none", "fam", OURS, momentum=None),
-    ]
-    for beta in (0.9, 0.95):
-        pinned = fam(beta_min=beta, beta_max=beta, start=beta)
-        found.append(entry(f"EMA {beta:g} with FAM's mix", "fam", OURS, momentum=pinned))
-    found.append(entry("EMA 0.95, nesterov", "fam", OURS, momentum=0.95, nesterov=True))
-    return found
-
-
-def batch_table() -> list[Entry]:
-    """FAM and fixed memories at three batch sizes."""
-    sizes = ((8, 1500, (0.005, 0.01, 0.02)), (48, 1500, OURS), (192, 1000, (0.01, 0.02, 0.04)))
-    return [
-        entry(f"batch {batch}: {name}", "fam", rates, batch=batch, steps=steps, **settings)
-        for batch, steps, rates in sizes
-        for name, settings in momenta()
-    ]
-
-
-def range_table() -> list[Entry]:
-    """How far a learning rate may be off, up to ten times the usual one."""
-    ours = (0.005, 0.01, 0.02, 0.04, 0.08, 0.2)
-    found = [
-        entry(f"{recipe}, {scale} scale", recipe, ours, every_rate=True, scale=scale)
-        for recipe in ("speech", "fam")
-        for scale in ("initial", "current")
-    ]
-    adamw = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 2e-2)
-    return [*found, entry("adamw, clip 1", "adamw", adamw, every_rate=True, clip=1.0)]
-
-
-def stores_table() -> list[Entry]:
-    """How the momentum is kept."""
-    return [
-        entry(f"{recipe}, {store}", recipe, (0.01, 0.02), every_rate=True, momentum_dtype=store)
-        for recipe in ("speech", "fam")
-        for store in ("int8", "fp32", "bf16")
-    ]
-
-
-def directions_table() -> list[Entry]:
-    """Directions with and without momentum, and what they scale by.
-
-    Orthogonal is for hidden matrices; the others then stay with FAM and sign_max.
-    """
-    momentums: dict[str, dict[str, Any]] = {
-        "none": {"momentum": None, "nesterov": False},
-        "FAM": {"momentum": fam(), "nesterov": False},
-        "EMA 0.95, nesterov": {"momentum": 0.95, "nesterov": True},
-    }
-    found = []
-    for name, momentum in momentums.items():
-        for scale in ("current", "initial"):
-            label = f"{name}, {scale} scale"
-            hidden = {"hidden": {"direction": "orthogonal", **momentum}}
-            found.append(entry(f"orthogonal, {label}", "speech", OURS, by_kind=hidden, scale=scale))
-            found += [
-                entry(f"{kind}, {label}", "fam", OURS, direction=kind, scale=scale, **momentum)
-                for kind in ("sign_max", "factored")
-            ]
-    return found
-
-
-def clip_table() -> list[Entry]:
-    """The clip of FAM's input: from sums of squares, or by its own RMS."""
-    rates = (0.01, 0.02)
-    return [
-        entry(f"{recipe}, {name}", recipe, rates, every_rate=True, variant=variant)
-        for recipe in ("fam", "speech")
-        for name, variant in (("from sums of squares", None), ("its own RMS", "exact_clip"))
-    ]
-
-
-def bands_table() -> list[Entry]:
-    """What a memory of FAM belongs to."""
-    rates = (0.01, 0.02)
-    rows = (
-        ("1 band", 1, None),
-        ("8 bands of a DCT", 8, None),
-        ("8 bands of a random basis", 8, "random_basis"),
-        ("6 groups of rows (heads)", 6, "row_groups"),
-        ("48 groups of rows", 48, "row_groups"),
-    )
-    return [
-        entry(name, "fam", rates, True, momentum=fam(bands=bands), variant=variant)
-        for name, bands, variant in rows
-    ]
-
-
-def finetune_table() -> list[Entry]:
-    """A model that learnt English with AdamW learns another language in 500 steps."""
-    rates: dict[str, tuple[float, ...]] = {
-        "muon": (0.002, 0.005, 0.01, 0.02, 0.04),
-        "speech": (0.002, 0.005, 0.01, 0.02, 0.04),
-        "adamw": (1e-4, 3e-4, 1e-3, 2e-3, 4e-3),
-        "fam": (0.002, 0.005, 0.01, 0.02, 0.04),
-        "adafactor": (0.005, 0.01, 0.02, 0.04, 0.08),
-        "lion": (2e-5, 5e-5, 1e-4, 2e-4, 4e-4),
-        "lean": (0.005, 0.01, 0.02, 0.04, 0.08),
-    }
-    names = {"de": "German", "es": "Spanish"}
-    return [
-        entry(
-            f"{names[language]}: {name}",
-            name,
-            own,
-            clip=1.0 if name == "adamw" else None,
-            steps=500,
-            language=language,
-            start="english",
-            train=12_000,
-        )
-        for language in ("de", "es")
-        for name, own in rates.items()
-    ]
-
-
-def large_table() -> list[Entry]:
-    """A larger model: width 384, four layers each, batch 64, 2500 steps."""
-    large: dict[str, Any] = {"size": "large", "batch": 64, "steps": 2500}
-    return [
-        entry("muon + adamw", "muon", (0.005, 0.01, 0.02), **large),
-        entry("speech", "speech", (0.005, 0.01, 0.02), **large),
-        entry("adamw, clip 1", "adamw", (5e-4, 1e-3, 2e-3), clip=1.0, **large),
-        entry("fam", "fam", (0.01, 0.02), **large),
-        entry("adamw", "adamw", (5e-4, 1e-3, 2e-3), **large),
-    ]
-
-
-TABLES: dict[str, Callable[[], list[Entry]]] = {
-    "main": main_table,
-    "vectors": vectors_table,
-    "finetune": finetune_table,
-    "range": range_table,
-    "momentum": momentum_table,
-    "batch": batch_table,
-    "large": large_table,
-    "stores": stores_table,
-    "clip": clip_table,
-    "bands": bands_table,
-    "directions": directions_table,
-}
-
-
-def entries_of(table: str, is_quick: bool = False) -> list[Entry]:
-    """The rows of a table, most important first."""
-    rows = TABLES[table]()
-    return [replace(row, run=quick(row.run)) for row in rows] if is_quick else rows
 
 
 # -------------------------------------------------------------------------- what is to do
@@ -343,14 +82,14 @@ class Results:
             for line in path.read_text().splitlines():
                 try:
                     record = json.loads(line)
-                    results.done[run_of(record).key] = record
+                    results.done[record["key"]] = record
                 except (ValueError, KeyError, TypeError):
                     continue
         return results
 
     def add(self, table: str, record: Record) -> None:
         """Keep a finished run, on the disk before anything else happens."""
-        self.done[run_of(record).key] = record
+        self.done[record["key"]] = record
         path = self.folder / f"{table}.jsonl"
         is_cut_off = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size
         with path.open("a") as file:
@@ -413,167 +152,6 @@ def due(rows: Sequence[Entry], results: Results, stage: str) -> list[Run]:
     return [run for key, run in wanted.items() if key not in results.done]
 
 
-# ------------------------------------------------------------------------- side by side
-
-
-@dataclass
-class Worker:
-    """A process that does one run after another."""
-
-    process: BaseProcess
-    connection: Connection
-    task: Run | None = None
-
-
-class Workers:
-    """Runs side by side, until there are none or the time is over.
-
-    Args:
-        cache: Where features are kept.
-        device: What to train on.
-        jobs: How many small runs at a time; a large one counts for several.
-        graph: The most that a CUDA graph may hold: "whole", "half" or "eager".
-    """
-
-    def __init__(self, cache: Path, device: str, jobs: int, graph: str = "whole") -> None:
-        self._cache, self._device, self._jobs, self._graph = cache, device, jobs, graph
-        self._workers: list[Worker] = []
-        self._failures: Counter[str] = Counter()
-        self.errors: list[Record] = []
-
-    def work(
-        self,
-        pending: Callable[[], list[Run]],
-        deadline: float,
-        keep: Callable[[Record], None],
-    ) -> bool:
-        """Do what is pending, which may grow with what is kept; return whether all was done."""
-        try:
-            while True:
-                self._hand_out(pending())
-                busy = [worker for worker in self._workers if worker.task is not None]
-                if not busy:
-                    return not self.errors
-                left = deadline - time.monotonic()
-                if left <= 0.0:
-                    return False
-                for connection in wait([worker.connection for worker in busy], min(left, 5.0)):
-                    [worker] = [one for one in busy if one.connection is connection]
-                    self._receive(worker, keep)
-        finally:
-            self._stop()
-
-    def _hand_out(self, runs: list[Run]) -> None:
-        running = {worker.task.key for worker in self._workers if worker.task is not None}
-        used = sum(worker.task.jobs for worker in self._workers if worker.task is not None)
-        for run in runs:
-            if run.key in running or self._failures[run.key] >= ATTEMPTS:
-                continue
-            if used and used + run.jobs > self._jobs:
-                break
-            worker = self._free()
-            worker.task = run
-            worker.connection.send((run, "eager" if self._failures[run.key] else self._graph))
-            used += run.jobs
-
-    def _free(self) -> Worker:
-        for worker in self._workers:
-            if worker.task is None:
-                return worker
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(
-            target=serve, args=(theirs, self._cache, self._device), daemon=True
-        )
-        process.start()
-        theirs.close()  # else its end is never seen
-        self._workers.append(Worker(process, ours))
-        return self._workers[-1]
-
-    def _receive(self, worker: Worker, keep: Callable[[Record], None]) -> None:
-        run = worker.task
-        assert run is not None
-        try:
-            record = worker.connection.recv()
-        except (EOFError, OSError):
-            worker.process.join(STOPPED_WITHIN)
-            code = worker.process.exitcode
-            record = {"run": asdict(run), "error": f"the worker ended with status {code}"}
-        worker.task = None
-        if "error" not in record:
-            keep({**record, "jobs": self._jobs})
-            return
-        self._failures[run.key] += 1
-        print(f"FAILED {told(run)}\n{record['error']}", flush=True)
-        if self._failures[run.key] >= ATTEMPTS:
-            self.errors.append(record)
-        self._workers.remove(worker)
-        _end([worker])
-
-    def _stop(self) -> None:
-        for worker in self._workers:
-            if worker.task is None:
-                worker.connection.send(None)
-            else:
-                worker.process.terminate()
-        _end(self._workers)
-        self._workers = []
-
-
-def _end(workers: Sequence[Worker]) -> None:
-    deadline = time.monotonic() + STOPPED_WITHIN
-    for worker in workers:
-        worker.process.join(max(0.0, deadline - time.monotonic()))
-        if worker.process.is_alive():
-            worker.process.kill()
-            worker.process.join()
-        worker.connection.close()
-
-
-@contextmanager
-def shared_gpu(device: str) -> Iterator[Callable[[], bool]]:
-    """CUDA's multi-process service for the processes that are started inside, if it is there.
-
-    Yields a function that says whether it works, and takes it back if it does not; the question
-    is asked at once and answered in the background.
-    """
-    control = shutil.which("nvidia-cuda-mps-control")
-    if not device.startswith("cuda") or control is None:
-        yield lambda: False
-        return
-    with tempfile.TemporaryDirectory(prefix="mps") as folder:
-        names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
-        os.environ.update(dict.fromkeys(names, folder))
-        started = subprocess.run([control, "-d"], capture_output=True, timeout=30)
-        probe = subprocess.Popen(
-            [sys.executable, "-c", "import torch; torch.ones(9, device='cuda').sum().item()"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-
-        def works() -> bool:
-            try:
-                good = started.returncode == 0 and probe.wait(90) == 0
-            except subprocess.TimeoutExpired:
-                good = False
-            if not good:
-                for name in names:
-                    os.environ.pop(name, None)
-            return good
-
-        try:
-            yield works
-        finally:
-            if probe.poll() is None:
-                probe.kill()
-            environment = {**os.environ, **dict.fromkeys(names, folder)}
-            subprocess.run(
-                [control], input=b"quit\n", env=environment, capture_output=True, timeout=30
-            )
-            for name in names:
-                os.environ.pop(name, None)
-
-
 # ------------------------------------------------------------------------------ the command
 
 
@@ -613,6 +191,9 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stage", choices=("search", "seeds", "all"), default="all")
     parser.add_argument("--only", default="", help="rows whose name has this in it")
     parser.add_argument("--graph", choices=("whole", "half", "eager"), default="whole")
+    parser.add_argument(
+        "--mps", action=argparse.BooleanOptionalAction, default=True, help="share the GPU by MPS"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to test the program")
     parser.add_argument("--json", type=Path, default=RESULTS, help="what the report writes")
     options = parser.parse_args(arguments)
@@ -659,7 +240,7 @@ def run_tables(
 
     if not pending():
         return True
-    with shared_gpu(options.device) as works:
+    with shared_gpu(options.device, options.mps) as works:
         needed = [row.run for own in rows.values() for row in own]
         prepare(speech_of(needed), cache, os.cpu_count() or 1)
         is_shared = works()
@@ -684,14 +265,6 @@ def speech_of(runs: Sequence[Run]) -> list[Speech]:
     """All the speech that runs need, and the models that they start from."""
     bases = [english_base(run) for run in runs if run.start is not None]
     return list(dict.fromkeys(speech for run in (*runs, *bases) for speech in run.speech))
-
-
-def told(run: Run) -> str:
-    """A run in a line: what is not as usual."""
-    usual = asdict(Run(run.optimizer, run.lr))
-    odd = {key: value for key, value in asdict(run).items() if value != usual[key]}
-    extra = json.dumps({key: odd[key] for key in odd if key != "seed"}) if odd else ""
-    return f"{run.optimizer} lr {run.lr:g} seed {run.seed} {extra}"
 
 
 def machine(device: str) -> Record:
@@ -742,8 +315,6 @@ def checked(
     run: Run, cache: Path, device: torch.device, sets: FeatureSets, mode: str
 ) -> tuple[Training, float]:
     """A short training, and its ms per step."""
-    from momentum_variants import variant
-
     with variant(run.variant):
         training = Training(run, new_model(run, cache, device), sets(run.training), device)
         training.run(mode)

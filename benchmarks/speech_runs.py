@@ -8,6 +8,7 @@ forward and backward pass, is one CUDA graph that is replayed, and the host has 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 import multiprocessing
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import maxfactor
+from maxfactor.hyper import Execution
 from maxfactor.speech import corpus, synth
 from maxfactor.speech.data import collate
 from maxfactor.speech.features import HOP, log_mel
@@ -47,9 +49,10 @@ MODEL_SECONDS = 6  # what the model can take
 MAX_TOKENS = 96
 WARMUP_SHARE = 0.1
 EAGER_STEPS = 3  # before a capture: allocations, handles and state have to be there
-LOOK_EVERY = 100  # steps between looks at the loss, which wait for the device
+LOOK_EVERY = 25  # steps between looks at the loss, which wait for the device
 SMOOTH = 50  # steps that a loss is averaged over
 DECODED_AT_ONCE = 500
+PEERS = ("adamw", "adafactor", "lion", "muon")
 IGNORED = -100  # a label that the loss leaves out
 
 
@@ -231,8 +234,8 @@ class Run:
 
     @property
     def key(self) -> str:
-        """A name by which a run is found again."""
-        return json.dumps(asdict(self), sort_keys=True)
+        """A name by which a run is found again, whatever its settings are called by."""
+        return run_key(json.dumps(asdict(self), sort_keys=True))
 
     @property
     def training(self) -> Speech:
@@ -256,9 +259,48 @@ class Run:
         return max(1, round(self.batch * width * layers / (48 * 192 * 3) / 2))
 
 
+@functools.cache
+def run_key(fields: str) -> str:
+    """A digest of all that decides on a run; of ours the settings that its groups really have.
+
+    So a run that two tables have is done once, and a recipe that was changed is run anew.
+    """
+    run = Run(**json.loads(fields))
+    decisive = asdict(run)
+    if run.optimizer not in PEERS:
+        decisive |= {"optimizer": "maxfactor", "settings": group_settings(run), "by_kind": {}}
+        decisive.pop("lr")  # the groups have it
+    digest = hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=12)
+    return digest.hexdigest()
+
+
+def group_settings(run: Run) -> dict[str, dict[str, Any]]:
+    """The settings of ours by kind of layer, where they are not the class's own defaults."""
+    layers = nn.Embedding(9, 4), nn.Conv1d(4, 4, 3), nn.Linear(4, 4), nn.Linear(4, 9)
+    optimizer = ours(run, nn.Sequential(*layers).to("meta"), cuda=False)
+    usual = maxfactor.MaxFactor([nn.Parameter(torch.empty(1))]).defaults
+    how = {*Execution.names(), "seed", "rounding"}  # how it is computed, not what
+    return {
+        group["kind"]: {
+            name: group[name]
+            for name in sorted(usual.keys() - how)
+            if name == "lr" or group[name] != usual[name]
+        }
+        for group in optimizer.param_groups
+    }
+
+
 def run_of(record: Record) -> Run:
     """The run that a record is of."""
     return Run(**record["run"])
+
+
+def told(run: Run) -> str:
+    """A run in a line: what is not as usual."""
+    usual = asdict(Run(run.optimizer, run.lr))
+    odd = {key: value for key, value in asdict(run).items() if value != usual[key]}
+    extra = json.dumps({key: odd[key] for key in odd if key != "seed"}) if odd else ""
+    return f"{run.optimizer} lr {run.lr:g} seed {run.seed} {extra}"
 
 
 SIZES = {"small": (192, 3, 6), "large": (384, 4, 6), "quick": (16, 1, 2)}  # width, layers, heads
@@ -278,7 +320,9 @@ def perform(run: Run, cache: Path, device: torch.device, sets: FeatureSets, mode
         training.run(mode)
     if run.start is None and run.key == english_base(run).key:
         keep_weights(model, base_path(run, cache))
-    record = {"run": asdict(run), **training.outcome()}
+    record = {"key": run.key, "run": asdict(run), **training.outcome()}
+    if run.optimizer not in PEERS:
+        record["groups"] = group_settings(run)
     for name, language in (("wer", run.language), ("english_wer", "en" if run.start else None)):
         if language is not None:
             validation = sets(run.validating(language))
@@ -399,8 +443,10 @@ class Training:
         begun, first = time.perf_counter(), self.taken
         while self.taken < self.settings.steps:
             self._one(replay)
-            if self.taken % LOOK_EVERY == 0 and not bool(self.losses[self.taken - 1].isfinite()):
-                break
+            if self.taken % LOOK_EVERY == 0:
+                self._synchronize()
+                if not bool(self.losses[self.taken - 1].isfinite()):
+                    break
         self._synchronize()
         self.seconds = time.perf_counter() - begun
         self.timed = max(1, self.taken - first)
@@ -439,8 +485,11 @@ class Training:
         return graph.replay
 
     def _synchronize(self) -> None:
+        """Wait for the device asleep: a wait that spins takes a core from the other runs."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
+            event = torch.cuda.Event(blocking=True)
+            event.record()
+            event.synchronize()
 
     def outcome(self) -> Record:
         """What is known once it is over."""

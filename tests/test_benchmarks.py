@@ -5,16 +5,24 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import jiwer
 import pytest
 import torch
 
+import maxfactor
+import momentum_study
 import shapes
 import speech_data
+import speech_runs
 import step_time
 import training_step
+from maxfactor.speech.model import loss_of
+from momentum_tables import TABLES, Entry, entries_of
+from momentum_variants import variant
 
 
 @pytest.fixture(autouse=True)
@@ -134,3 +142,155 @@ def test_share_of_a_training_step(tmp_path: Path) -> None:
         "1.0", "lean", "fam", "speech", "torch AdamW fused",
     ]  # fmt: skip
     assert all(0.0 < row["share"] < 1.0 for row in report["rows"])
+
+
+def study(out: Path, table: str, *more: str) -> None:
+    momentum_study.main(
+        [table, "--quick", "--jobs", "1", "--out", str(out), "--json", str(out / "all.json"), *more]
+    )
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_momentum_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row of a table from the speech to the report, stopped in between and gone on with."""
+    study(tmp_path, "stores", "--only", "fam, int8", "--stage", "search")
+    path = tmp_path / "stores.jsonl"
+    found = lines(path)
+    assert [run["run"]["lr"] for run in found] == [0.01, 0.02]
+    for run in found:
+        assert run["steps_taken"] == 6
+        assert run["mode"] == "eager"
+        assert run["wer"] > 0.0
+        assert 0.0 < run["loss"] < 5.0
+        assert 1.0 < run["state_bytes_per_parameter"] < 2.0
+
+    path.write_text(path.read_text() + '{"run": {"optimizer": "fam", "lr"')  # cut off by a crash
+    study(tmp_path, "stores", "--only", "fam, int8", "--minutes", "0")  # no time for the others
+    assert len(momentum_study.Results.read(tmp_path).done) == 2
+    study(tmp_path, "stores", "--only", "fam, int8", "--stage", "search")  # which is all done
+    assert len(momentum_study.Results.read(tmp_path).done) == 2
+
+    capsys.readouterr()
+    study(tmp_path, "report")
+    assert "| fam, int8 * | " in capsys.readouterr().out
+    text = (tmp_path / "all.json").read_text()
+    written = json.loads(text)
+    assert [row["name"] for row in written["tables"]["stores"]] == ["fam, int8"]
+    assert len(written["runs"]) == 2
+    assert {"date", "device", "versions"} <= written["machine"].keys()
+    assert socket.gethostname() not in text
+    assert str(tmp_path) not in text
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_tables(table: str) -> None:
+    """Names and runs are all different, and each makes an optimizer that steps."""
+    rows = entries_of(table)
+    assert len({row.name for row in rows}) == len(rows)
+    assert len({row.run.key for row in rows}) == len(rows)
+    for row in rows:
+        again = speech_runs.Run(**json.loads(json.dumps(asdict(row.run))))
+        assert again.key == row.run.key
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Conv1d(2, 4, 3), torch.nn.Linear(6, 5))
+        with variant(row.run.variant):
+            optimizers, _ = speech_runs.make_optimizers(row.run, model, torch.device("cpu"))
+            model(torch.randn(3, 2, 8)).square().mean().backward()
+            before = [param.detach().clone() for param in model.parameters()]
+            for optimizer in optimizers:
+                optimizer.step()
+        for param, old in zip(model.parameters(), before, strict=True):
+            assert not torch.equal(param, old)
+            assert param.isfinite().all()
+
+
+def test_a_run_is_known_by_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by what they are called: two tables share it, and another recipe is another run."""
+    run = speech_runs.Run("fam", lr=0.02)
+    explicit = replace(run, settings={"momentum": asdict(maxfactor.FAM()), "scale": "current"})
+    assert run.key == explicit.key
+    for other in (replace(run, lr=0.01), replace(run, seed=1), replace(run, batch=8)):
+        assert other.key != run.key
+    assert replace(run, settings={"momentum_dtype": "fp32"}).key != run.key
+    key = run.key
+    changed = maxfactor.recipes.Recipe({**maxfactor.recipe("fam"), "weight_decay": 0.5})
+    monkeypatch.setitem(maxfactor.recipes.BY_KIND, "fam", changed)
+    speech_runs.run_key.cache_clear()
+    assert run.key != key
+    speech_runs.run_key.cache_clear()
+
+
+def done(row: Entry, wers: dict[float, float]) -> momentum_study.Results:
+    results = momentum_study.Results(Path())
+    for lr, wer in wers.items():
+        results.done[row.at(lr).key] = {"wer": wer, "loss": wer / 10}
+    return results
+
+
+def test_the_best_rate_gets_all_seeds() -> None:
+    row = entries_of("main")[0]
+    assert row.rates == (0.005, 0.01, 0.02, 0.04)
+    results = done(row, {0.005: 9.0, 0.01: 8.0, 0.02: 7.0})
+    assert [run.lr for run in momentum_study.due([row], results, "all")] == [0.04]
+    results = done(row, {0.005: 9.0, 0.01: 8.0, 0.02: 7.0, 0.04: 8.0})
+    runs = momentum_study.due([row], results, "all")
+    assert [(run.lr, run.seed) for run in runs] == [(0.02, 1), (0.02, 2)]
+    assert momentum_study.due([row], results, "search") == []
+
+
+def test_a_best_rate_at_the_edge_calls_for_another() -> None:
+    row = entries_of("main")[0]
+    results = done(row, {0.005: 9.0, 0.01: 8.0, 0.02: 7.0, 0.04: 6.0})
+    assert [run.lr for run in momentum_study.due([row], results, "search")] == [0.08]
+    results = done(row, {0.005: 97.0, 0.01: 98.0, 0.02: 99.0, 0.04: 100.0})  # learns nothing
+    assert momentum_study.due([row], results, "search") == []
+
+
+def test_the_usable_range() -> None:
+    tried = {0.01: 10.0, 0.02: 8.0, 0.04: 9.9, 0.08: 10.1}
+    assert momentum_study.usable_range({lr: [{"wer": wer}] for lr, wer in tried.items()}) == 4.0
+
+
+def test_word_errors() -> None:
+    references = ["a b c", "a b", "one two three four", "x"]
+    hypotheses = ["a c", "", "one tow three for five", "y x z"]
+    pairs = zip(references, hypotheses, strict=True)
+    found = sum(speech_runs.edits(a.split(), b.split()) for a, b in pairs)
+    assert found / 10 == pytest.approx(jiwer.wer(references, hypotheses))
+
+
+def test_the_loss_and_the_features_of_the_study(tmp_path: Path) -> None:
+    """Those of the package, but that the loss reads nothing on the host."""
+    run = speech_runs.quick(speech_runs.Run("adamw", lr=0.002))
+    speech_runs.prepare([run.training], tmp_path, 1)
+    data = speech_runs.load_features(run.training, tmp_path, torch.device("cpu"))
+    model = speech_runs.new_model(run, tmp_path, torch.device("cpu"))
+    ours = speech_runs.loss_of(model, data.features, data.labels)
+    torch.testing.assert_close(ours, loss_of(model, data.features, data.labels))
+    on_meta = [x.to("meta") for x in (data.features, data.labels)]
+    model.to("meta")  # type: ignore[arg-type]  # mistaken by a decorator's types
+    speech_runs.loss_of(model, *on_meta).backward()
+
+
+def test_row_groups_of_one_are_fam() -> None:
+    run = entries_of("bands")[0].run
+    moved = []
+    for name in (None, "row_groups"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(70, 6), torch.nn.Linear(6, 5))
+        with variant(name):
+            [optimizer], _ = speech_runs.make_optimizers(run, model, torch.device("cpu"))
+            for _ in range(25):
+                optimizer.zero_grad()
+                model(torch.randn(3, 70)).square().mean().backward()
+                optimizer.step()
+        moved.append([param.detach() for param in model.parameters()])
+    torch.testing.assert_close(moved[0], moved[1])
+
+
+def test_an_unknown_variant() -> None:
+    with pytest.raises(ValueError, match=r"variant must be random_basis, .* got 'odd'"):
+        variant("odd")

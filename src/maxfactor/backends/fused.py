@@ -649,7 +649,7 @@ class FusedStep:
             self.scalars, signs, self.unsigned, self.status, grad_scale, kind.first_tile,
             SCALED=scaled, SIGNED=kind.signed, GENERAL=kind.general, **kind.memory,
             O_KIND=self.whitening.kind, G_KIND=KINDS[kind.key.grad_dtype],
-            ROWS_=K.FILTERED_SHAPE.rows, TILE=K.TILE_ROWS, STAGES_=K.STAGES,
+            ROWS_=K.FILTERED_SHAPE.rows, TILE=K.TILE_ROWS, STAGES_=K.FILTERED_STAGES,
             num_warps=K.FILTERED_SHAPE.warps, **launch_options(kind),
         )  # fmt: skip
 

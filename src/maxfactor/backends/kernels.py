@@ -53,7 +53,7 @@ class Shape(NamedTuple):
 STATISTICS = Shape(PIECE_ROWS, 1)  # one warp: sums over a row need not leave it
 APPLY_SIGNS = Shape(PIECE_ROWS, 2)
 APPLY, APPLY_GENERAL = Shape(4, 4), Shape(4, 2)
-FILTERED_SHAPE = Shape(PIECE_ROWS, 4)
+FILTERED_SHAPE, FILTERED_STAGES = Shape(PIECE_ROWS, 2), 2
 MAXIMA, MAXIMA_GENERAL = (Shape(4, 1), Shape(4, 1)) if INTERPRETED else (Shape(16, 1), Shape(8, 1))
 
 

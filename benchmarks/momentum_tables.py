@@ -1,0 +1,261 @@
+"""The rows of every table of momentum_study.py, most important first."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import maxfactor
+from speech_runs import Run, quick
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of a table: a run, but for its rate and seed."""
+
+    name: str
+    run: Run
+    rates: tuple[float, ...]
+    every_rate: bool = False  # all seeds at all rates, not only at the best
+
+    def at(self, lr: float, seed: int = 0) -> Run:
+        """The run with a rate and a seed."""
+        return replace(self.run, lr=lr, seed=seed)
+
+
+def entry(
+    name: str, optimizer: str, rates: Sequence[float], every_rate: bool = False, **settings: Any
+) -> Entry:
+    """A row; `settings` are fields of Run, and anything else is an argument of `for_model`."""
+    fields = {key: settings.pop(key) for key in list(settings) if key in Run.__dataclass_fields__}
+    run = Run(optimizer, lr=rates[0], **fields)
+    return Entry(
+        name, replace(run, settings={**run.settings, **settings}), tuple(rates), every_rate
+    )
+
+
+def fam(**settings: Any) -> dict[str, Any]:
+    """FAM's settings as a parameter group holds them, all of them, so that a key is complete."""
+    return asdict(maxfactor.FAM(**settings))
+
+
+ADAMW = (5e-4, 1e-3, 2e-3, 4e-3)
+OURS = (0.005, 0.01, 0.02, 0.04)
+
+
+def main_table() -> list[Entry]:
+    """Peers and recipes."""
+    return [
+        entry("muon + adamw", "muon", (0.005, 0.01, 0.02, 0.04)),
+        entry("speech", "speech", (0.01, 0.02, 0.04, 0.08)),
+        entry("adamw, clip 1", "adamw", ADAMW, clip=1.0),
+        entry("adafactor (torch)", "adafactor", (0.01, 0.02, 0.04, 0.08)),
+        entry("fam", "fam", OURS),
+        entry("adamw", "adamw", ADAMW),
+        entry("lean", "lean", (0.02, 0.04, 0.08, 0.16)),
+        entry("lion", "lion", (5e-5, 1e-4, 2e-4, 4e-4)),
+    ]
+
+
+def vectors_table() -> list[Entry]:
+    """What `speech` does with everything but the hidden matrices."""
+    rates = (0.01, 0.02, 0.04)
+    found = [
+        entry(
+            f"others {direction}, {scale} scale, share {share:g}",
+            "speech",
+            rates,
+            by_kind={"others": {"direction": direction, "scale": scale, "lr_share": share}},
+        )
+        for scale in ("current", "initial")
+        for direction in ("sign_max", "factored")
+        for share in (1.0, 0.5)
+    ]
+    floors = [
+        entry(
+            f"others sign_max, initial scale, share {share:g}, vectors' eps2 {eps2:g}",
+            "speech",
+            rates,
+            by_kind={
+                "others": {"direction": "sign_max", "scale": "initial", "lr_share": share},
+                "vector": {"eps": [1e-10, eps2]},
+            },
+        )
+        for eps2 in (0.01, 0.1)
+        for share in (1.0, 0.5)
+    ]
+    mixed = entry(
+        "others sign_max, initial scale, share 1, vectors current",
+        "speech",
+        rates,
+        by_kind={
+            "others": {"direction": "sign_max", "scale": "initial", "lr_share": 1.0},
+            "vector": {"scale": "current"},
+        },
+    )
+    return [*found, mixed, *floors]
+
+
+def momenta(**settings: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and settings of momentum: FAM, and fixed memories."""
+    yield "FAM", {"momentum": fam(), **settings}
+    for beta in (0.95, 0.9, 0.98, 0.8):
+        yield f"EMA {beta:g}", {"momentum": beta, **settings}
+
+
+def momentum_table() -> list[Entry]:
+    """None, fixed memories, FAM; all with sign_max."""
+    found = [entry(name, "fam", OURS, **settings) for name, settings in momenta()]
+    found += [
+        entry("FAM, 8 bands", "fam", OURS, momentum=fam(bands=8)),
+        entry("none", "fam", OURS, momentum=None),
+    ]
+    for beta in (0.9, 0.95):
+        pinned = fam(beta_min=beta, beta_max=beta, start=beta)
+        found.append(entry(f"EMA {beta:g} with FAM's mix", "fam", OURS, momentum=pinned))
+    found.append(entry("EMA 0.95, nesterov", "fam", OURS, momentum=0.95, nesterov=True))
+    return found
+
+
+def batch_table() -> list[Entry]:
+    """FAM and fixed memories at three batch sizes."""
+    sizes = ((8, 1500, (0.005, 0.01, 0.02)), (48, 1500, OURS), (192, 1000, (0.01, 0.02, 0.04)))
+    return [
+        entry(f"batch {batch}: {name}", "fam", rates, batch=batch, steps=steps, **settings)
+        for batch, steps, rates in sizes
+        for name, settings in momenta()
+    ]
+
+
+def range_table() -> list[Entry]:
+    """How far a learning rate may be off, up to ten times the usual one."""
+    ours = (0.005, 0.01, 0.02, 0.04, 0.08, 0.2)
+    found = [
+        entry(f"{recipe}, {scale} scale", recipe, ours, every_rate=True, scale=scale)
+        for recipe in ("speech", "fam")
+        for scale in ("initial", "current")
+    ]
+    adamw = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 2e-2)
+    return [*found, entry("adamw, clip 1", "adamw", adamw, every_rate=True, clip=1.0)]
+
+
+def stores_table() -> list[Entry]:
+    """How the momentum is kept."""
+    return [
+        entry(f"{recipe}, {store}", recipe, (0.01, 0.02), every_rate=True, momentum_dtype=store)
+        for recipe in ("speech", "fam")
+        for store in ("int8", "fp32", "bf16")
+    ]
+
+
+def directions_table() -> list[Entry]:
+    """Directions with and without momentum, and what they scale by.
+
+    Orthogonal is for hidden matrices; the others then stay with FAM and sign_max.
+    """
+    momentums: dict[str, dict[str, Any]] = {
+        "none": {"momentum": None, "nesterov": False},
+        "FAM": {"momentum": fam(), "nesterov": False},
+        "EMA 0.95, nesterov": {"momentum": 0.95, "nesterov": True},
+    }
+    found = []
+    for name, momentum in momentums.items():
+        for scale in ("current", "initial"):
+            label = f"{name}, {scale} scale"
+            hidden = {"hidden": {"direction": "orthogonal", **momentum}}
+            found.append(entry(f"orthogonal, {label}", "speech", OURS, by_kind=hidden, scale=scale))
+            found += [
+                entry(f"{kind}, {label}", "fam", OURS, direction=kind, scale=scale, **momentum)
+                for kind in ("sign_max", "factored")
+            ]
+    return found
+
+
+def clip_table() -> list[Entry]:
+    """The clip of FAM's input: from sums of squares, or by its own RMS."""
+    rates = (0.01, 0.02)
+    return [
+        entry(f"{recipe}, {name}", recipe, rates, every_rate=True, variant=variant)
+        for recipe in ("fam", "speech")
+        for name, variant in (("from sums of squares", None), ("its own RMS", "exact_clip"))
+    ]
+
+
+def bands_table() -> list[Entry]:
+    """What a memory of FAM belongs to."""
+    rates = (0.01, 0.02)
+    rows = (
+        ("1 band", 1, None),
+        ("8 bands of a DCT", 8, None),
+        ("8 bands of a random basis", 8, "random_basis"),
+        ("6 groups of rows (heads)", 6, "row_groups"),
+        ("48 groups of rows", 48, "row_groups"),
+    )
+    return [
+        entry(name, "fam", rates, True, momentum=fam(bands=bands), variant=variant)
+        for name, bands, variant in rows
+    ]
+
+
+def finetune_table() -> list[Entry]:
+    """A model that learnt English with AdamW learns another language in 500 steps."""
+    rates: dict[str, tuple[float, ...]] = {
+        "speech": (0.002, 0.005, 0.01, 0.02, 0.04),
+        "adamw": (1e-4, 3e-4, 1e-3, 2e-3, 4e-3),
+        "fam": (0.002, 0.005, 0.01, 0.02, 0.04),
+        "muon": (0.002, 0.005, 0.01, 0.02, 0.04),
+        "lean": (0.005, 0.01, 0.02, 0.04, 0.08),
+        "adafactor": (0.005, 0.01, 0.02, 0.04, 0.08),
+        "lion": (2e-5, 5e-5, 1e-4, 2e-4, 4e-4),
+    }
+    names = {"de": "German", "es": "Spanish"}
+    return [
+        entry(
+            f"{names[language]}: {name}",
+            name,
+            own,
+            clip=1.0 if name == "adamw" else None,
+            steps=500,
+            language=language,
+            start="english",
+            train=12_000,
+        )
+        for language in ("de", "es")
+        for name, own in rates.items()
+    ]
+
+
+def large_table() -> list[Entry]:
+    """A larger model: width 384, four layers each, batch 64, 2500 steps."""
+    large: dict[str, Any] = {"size": "large", "batch": 64, "steps": 2500}
+    return [
+        entry("speech", "speech", (0.01, 0.02), **large),
+        entry("adamw, clip 1", "adamw", (1e-3, 2e-3), clip=1.0, **large),
+        entry("muon + adamw", "muon", (0.01, 0.02), **large),
+        entry("fam", "fam", (0.01, 0.02), **large),
+        entry("adamw", "adamw", (1e-3, 2e-3), **large),
+    ]
+
+
+TABLES: dict[str, Callable[[], list[Entry]]] = {
+    "main": main_table,
+    "vectors": vectors_table,
+    "finetune": finetune_table,
+    "range": range_table,
+    "momentum": momentum_table,
+    "batch": batch_table,
+    "large": large_table,
+    "stores": stores_table,
+    "clip": clip_table,
+    "bands": bands_table,
+    "directions": directions_table,
+}
+
+
+def entries_of(table: str, is_quick: bool = False) -> list[Entry]:
+    """The rows of a table, most important first."""
+    rows = TABLES[table]()
+    return [replace(row, run=quick(row.run)) for row in rows] if is_quick else rows
