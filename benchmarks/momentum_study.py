@@ -333,7 +333,6 @@ def report(options: argparse.Namespace) -> None:
         rows = [summary(row, results) for row in entries_of(table, options.quick)]
         if any(row["tried"] for row in rows):
             tables[table] = [row for row in rows if row["tried"]]
-            print_table(table, entries_of(table, options.quick), results)
     written = {
         "command": "python benchmarks/momentum_study.py TABLE --device cuda",
         "machine": json.loads(where.read_text()) if where.exists() else None,
@@ -342,6 +341,8 @@ def report(options: argparse.Namespace) -> None:
     }
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(written, indent=1) + "\n")
+    for table in tables:
+        print_table(table, entries_of(table, options.quick), results)
 
 
 def summary(row: Entry, results: Results) -> Record:
