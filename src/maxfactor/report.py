@@ -34,8 +34,8 @@ table.examples td { white-space: normal; }
 tr.best td { background: #eef6ff; font-weight: 600; }
 .swatch { display: inline-block; width: .8em; height: .8em; border-radius: 2px;
           margin-right: .5em; }
-.charts > div { min-width: 0; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(480px, 1fr)); gap: 1em; }
+.charts { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 1em; }
+@media (max-width: 800px) { .charts { grid-template-columns: minmax(0, 1fr); } }
 del { color: #b00020; text-decoration: none; }
 """
 
