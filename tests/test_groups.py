@@ -16,7 +16,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from maxfactor import FAM, MaxFactor, for_model, recipe
 from maxfactor.hyper import MaxFactorHyper
-from maxfactor.recipes import RECIPES
+from maxfactor.recipes import BY_KIND, RECIPES, Recipe
 
 
 def groups_of(model: nn.Module) -> dict[str, list[str]]:
@@ -262,8 +262,8 @@ def settings_by_kind(name: str, *settings: str, **overrides: Any) -> dict[str, l
 
 def test_lean() -> None:
     found = settings_by_kind("lean", "direction", "momentum", "weight_decay", "lr")
-    assert found == {kind: ["factored", None, 0.0, 0.04] for kind in found}
-    assert recipe("lean")["lr"] == 0.04
+    assert found == {kind: ["factored", None, 0.0, 0.02] for kind in found}
+    assert recipe("lean")["lr"] == 0.02
 
 
 def test_fam() -> None:
@@ -280,23 +280,27 @@ def test_fam() -> None:
 
 def test_speech() -> None:
     found = settings_by_kind("speech", "direction", "momentum", "nesterov", "weight_decay", "lr")
-    others = ["sign_max", asdict(FAM()), False, 0.1, 0.01]
+    others = ["factored", asdict(FAM()), False, 0.1, 0.02]
     assert found == {
         "hidden": ["orthogonal", 0.95, True, 0.1, 0.02],
         "embedding": others,
         "head": others,
-        "vector": ["sign_max", asdict(FAM()), False, 0.0, 0.01],
+        "vector": ["factored", asdict(FAM()), False, 0.0, 0.02],
     }
-    assert all(scale == ["initial"] for scale in settings_by_kind("speech", "scale").values())
+    scales = settings_by_kind("speech", "scale")
+    assert scales.pop("vector") == ["current"]
+    assert all(scale == ["initial"] for scale in scales.values())
     with pytest.raises(ValueError, match=r"different layers; use maxfactor.for_model\(model, rec"):
         recipe("speech")
 
 
-def test_an_lr_keeps_the_shares_of_the_kinds() -> None:
-    found = settings_by_kind("speech", "lr", lr=0.4)
+def test_an_lr_keeps_the_shares_of_the_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    halved = Recipe({**recipe("fam"), "lr_share": 0.5}, {"hidden": {"lr_share": 1.0}})
+    monkeypatch.setitem(BY_KIND, "halved", halved)
+    found = settings_by_kind("halved", "lr", lr=0.4)
     assert found == {"hidden": [0.4], "embedding": [0.2], "head": [0.2], "vector": [0.2]}
     tensor = torch.tensor(0.5)
-    groups = for_model(Decoder(), recipe="speech", lr=tensor).param_groups
+    groups = for_model(Decoder(), recipe="halved", lr=tensor).param_groups
     assert groups[0]["lr"] is tensor
     assert torch.equal(groups[1]["lr"], torch.tensor(0.25))
 
@@ -314,7 +318,7 @@ def test_a_group_added_later_has_the_common_settings() -> None:
     optimizer = for_model(Decoder(), recipe="speech")
     optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(3, 2)))]})
     assert optimizer.param_groups[-1]["momentum"] == asdict(FAM())
-    assert optimizer.param_groups[-1]["direction"] == "sign_max"
+    assert optimizer.param_groups[-1]["direction"] == "factored"
 
 
 def test_overrides() -> None:

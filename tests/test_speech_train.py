@@ -185,9 +185,10 @@ def test_steps_take_as_many_batches_as_are_accumulated(cache: Path) -> None:
     batches.close()
 
 
+@pytest.mark.parametrize("optimizer", ["speech", "adamw"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_mixed_precision_keeps_weights_in_full(cache: Path, dtype: str) -> None:
-    mixed = trainer(cache, dtype=dtype)
+def test_mixed_precision_keeps_weights_in_full(cache: Path, dtype: str, optimizer: str) -> None:
+    mixed = trainer(cache, dtype=dtype, optimizer=optimizer)
     batches = mixed.batches()
     losses = [float(mixed.train_step(next(batches))) for _ in range(3)]
     batches.close()

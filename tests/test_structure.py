@@ -35,6 +35,8 @@ RANKS = [
     {"speech.progress", "speech.shards"},
     {"speech.data", "speech.files", "speech.synth"},
     {"speech.train", "speech.transcription"},
+    {"speech.compare"},
+    {"report"},
     {"cli"},
 ]
 SPEECH = {
@@ -42,6 +44,7 @@ SPEECH = {
     "jiwer",
     "lion_pytorch",
     "numpy",
+    "plotly",
     "rich",
     "safetensors",
     "soundfile",
@@ -95,7 +98,7 @@ def test_only_torch_is_needed(path: Path) -> None:
     known = {"torch", "maxfactor", *sys.stdlib_module_names}
     if name_of(path) in ("backends.fused", "backends.kernels"):
         known |= {"triton"}
-    if name_of(path).startswith("speech.") or name_of(path) == "cli":
+    if name_of(path).startswith("speech.") or name_of(path) in ("cli", "report"):
         known |= SPEECH
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

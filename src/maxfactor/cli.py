@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from maxfactor.speech.evaluate import Evaluation
     from maxfactor.speech.train import Result, Settings
 
+STEPS = 500  # as in the settings, which take long to import
 WRONG_INPUT = 2
 INTERRUPTED = 130  # as shells have it for Ctrl-C
 
@@ -39,22 +40,48 @@ def _maxfactor() -> None:
     """
 
 
+# Options that several commands have; None leaves a setting at its default.
+Task = Annotated[str | None, typer.Option(help="digits (default) or sentences")]
+Language = Annotated[str | None, typer.Option(help="en (default), de or es")]
+Data = Annotated[
+    str | None, typer.Option(help="LibriSpeech-like folder, or .tsv/.jsonl of path and text")
+]
+Validation = Annotated[
+    str | None, typer.Option(help="the same, for validation [1 in 20 of --data]")
+]
+UtteranceCount = Annotated[int | None, typer.Option(help="how many to synthesise")]
+ValidationCount = Annotated[int | None, typer.Option(help="the same [256]")]
+Model = Annotated[str | None, typer.Option(help="nano (default), tiny, base, or a model's folder")]
+Rate = Annotated[float | None, typer.Option(help="highest rate [the optimizer's own]")]
+Decay = Annotated[float | None, typer.Option(help="[the optimizer's own]")]
+Schedule = Annotated[str | None, typer.Option(help="cosine (default), linear or constant")]
+Warmup = Annotated[float | None, typer.Option(help="share of the steps [0.1]")]
+Clip = Annotated[float | None, typer.Option(help="gradient norm, 0 for none [1 for peers]")]
+Steps = Annotated[int | None, typer.Option(help=f"[{STEPS}]")]
+BatchSize = Annotated[int | None, typer.Option(help="[16]")]
+Accumulation = Annotated[int | None, typer.Option(help="batches to a step [1]")]
+Dtype = Annotated[str | None, typer.Option(help="fp32 (default), bf16 or fp16")]
+Device = Annotated[str | None, typer.Option(help="auto (default), cpu, cuda, …")]
+Seed = Annotated[int | None, typer.Option(help="[0]")]
+Augment = Annotated[
+    bool | None, typer.Option("--spec-augment", help="blank out stretches of the audio")
+]
+EvaluateEvery = Annotated[int | None, typer.Option(help="steps [100]")]
+Workers = Annotated[int | None, typer.Option(help="processes that synthesise")]
+Cache = Annotated[
+    Path | None, typer.Option(help="of synthesised speech [~/.cache/maxfactor/speech]")
+]
+
+
 @app.command()
 def train(
-    task: Annotated[str | None, typer.Option(help="digits (default) or sentences")] = None,
-    language: Annotated[str | None, typer.Option(help="en (default), de or es")] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(help="LibriSpeech-like folder, or .tsv/.jsonl of path and text"),
-    ] = None,
-    validation: Annotated[
-        str | None, typer.Option(help="the same, for validation [1 in 20 of --data]")
-    ] = None,
-    utterances: Annotated[int | None, typer.Option(help="how many to synthesise")] = None,
-    validation_utterances: Annotated[int | None, typer.Option(help="the same [256]")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="nano (default), tiny, base, or a model's folder")
-    ] = None,
+    task: Task = None,
+    language: Language = None,
+    data: Data = None,
+    validation: Validation = None,
+    utterances: UtteranceCount = None,
+    validation_utterances: ValidationCount = None,
+    model: Model = None,
     optimizer: Annotated[
         str | None,
         typer.Option(
@@ -63,67 +90,85 @@ def train(
             help="speech (default), fam, lean, …, adamw, adafactor, muon, lion",
         ),
     ] = None,
-    lr: Annotated[float | None, typer.Option(help="highest rate [the optimizer's own]")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="[the optimizer's own]")] = None,
-    schedule: Annotated[
-        str | None, typer.Option(help="cosine (default), linear or constant")
-    ] = None,
-    warmup: Annotated[float | None, typer.Option(help="share of the steps [0.1]")] = None,
-    clip: Annotated[
-        float | None, typer.Option(help="gradient norm, 0 for none [1 for peers]")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="[300]")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="[16]")] = None,
-    grad_accum: Annotated[int | None, typer.Option(help="batches to a step [1]")] = None,
-    dtype: Annotated[str | None, typer.Option(help="fp32 (default), bf16 or fp16")] = None,
-    device: Annotated[str | None, typer.Option(help="auto (default), cpu, cuda, …")] = None,
-    seed: Annotated[int | None, typer.Option(help="[0]")] = None,
-    spec_augment: Annotated[
-        bool | None, typer.Option("--spec-augment", help="blank out stretches of the audio")
-    ] = None,
-    evaluate_every: Annotated[int | None, typer.Option(help="steps [100]")] = None,
+    lr: Rate = None,
+    weight_decay: Decay = None,
+    schedule: Schedule = None,
+    warmup: Warmup = None,
+    clip: Clip = None,
+    steps: Steps = None,
+    batch_size: BatchSize = None,
+    grad_accum: Accumulation = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    seed: Seed = None,
+    spec_augment: Augment = None,
+    evaluate_every: EvaluateEvery = None,
     keep: Annotated[int | None, typer.Option(help="checkpoints [2]")] = None,
     out: Annotated[Path | None, typer.Option(help="folder [runs/TASK-OPTIMIZER]")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with --out")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write for it")] = False,
-    workers: Annotated[int | None, typer.Option(help="processes that synthesise")] = None,
-    cache: Annotated[
-        Path | None, typer.Option(help="of synthesised speech [~/.cache/maxfactor/speech]")
-    ] = None,
+    workers: Workers = None,
+    cache: Cache = None,
 ) -> None:
     """Train a Whisper on synthesised speech, or on your own.
 
     Example: maxfactor train --task sentences --model tiny --steps 2000 --dtype bf16
     """
-    given: dict[str, Any] = {
-        "task": task,
-        "language": language,
-        "data": data,
-        "validation": validation,
-        "utterances": utterances,
-        "validation_utterances": validation_utterances,
-        "model": model,
-        "optimizer": optimizer,
-        "lr": lr,
-        "weight_decay": weight_decay,
-        "schedule": schedule,
-        "warmup": warmup,
-        "clip": clip,
-        "steps": steps,
-        "batch_size": batch_size,
-        "grad_accum": grad_accum,
-        "dtype": dtype,
-        "device": device,
-        "seed": seed,
-        "spec_augment": spec_augment,
-        "evaluate_every": evaluate_every,
-        "keep": keep,
+    given = dict(locals())
+    others = {
+        name: given.pop(name) for name in ("out", "resume", "tensorboard", "workers", "cache")
     }
     with _one_line_errors():
-        given = {name: value for name, value in given.items() if value is not None}
         settings = _settings(given, out, resume)
         folder = out or _default_out(settings)
-        _train(settings, folder, resume, tensorboard, workers, cache)
+        _train(settings, **{**others, "out": folder})
+
+
+@app.command()
+def compare(
+    optimizers: Annotated[
+        str, typer.Option(help="names; the others get as much time as the first")
+    ] = "speech,adamw",
+    seeds: Annotated[int, typer.Option(help="how many for each")] = 1,
+    tune: Annotated[bool, typer.Option("--tune", help="look for each one's best rate")] = False,
+    same_time: Annotated[
+        bool, typer.Option("--same-time", help="also with as much time as the first takes")
+    ] = False,
+    jobs: Annotated[int, typer.Option(help="trainings at the same time")] = 1,
+    task: Task = None,
+    language: Language = None,
+    data: Data = None,
+    validation: Validation = None,
+    utterances: UtteranceCount = None,
+    validation_utterances: ValidationCount = None,
+    model: Model = None,
+    schedule: Schedule = None,
+    warmup: Warmup = None,
+    steps: Steps = None,
+    batch_size: BatchSize = None,
+    grad_accum: Accumulation = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    seed: Seed = None,
+    spec_augment: Augment = None,
+    evaluate_every: EvaluateEvery = None,
+    out: Annotated[Path, typer.Option(help="folder; what is there is not done again")] = Path(
+        "runs/compare"
+    ),
+    cache: Cache = None,
+) -> None:
+    """Train several optimizers on the same data, and write a report.
+
+    Example: maxfactor compare --optimizers speech,fam,adamw,muon --seeds 3 --tune
+    """
+    given = dict(locals())
+    for name in ("optimizers", "seeds", "tune", "same_time", "jobs", "out", "cache"):
+        del given[name]
+    with _one_line_errors():
+        settings = _settings(given, None, resume=False)
+        names = [name.strip() for name in optimizers.split(",") if name.strip()]
+        page = _compare(settings, names, seeds, tune, same_time, jobs, out, cache)
+        typer.echo(f"report: {page}")
 
 
 @app.command()
@@ -156,6 +201,7 @@ def _settings(given: dict[str, Any], out: Path | None, resume: bool) -> Settings
     if resume and out is None:
         raise InputError("--resume needs --out, the folder of the training to go on with")
     before = read_settings(out) if resume and out is not None else None
+    given = {name: value for name, value in given.items() if value is not None}
     try:
         return Settings(**given) if before is None else replace(before, **given)
     except ValueError as error:
@@ -194,13 +240,39 @@ def _train(
     _summary(settings, out, result, result.evaluation)
 
 
+def _compare(
+    settings: Settings,
+    names: list[str],
+    seeds: int,
+    tune: bool,
+    same_time: bool,
+    jobs: int,
+    out: Path,
+    cache: Path | None,
+) -> Path:
+    from maxfactor.report import report
+    from maxfactor.speech.audio import InputError
+    from maxfactor.speech.compare import Plan, compare
+    from maxfactor.speech.shards import write_whole
+
+    try:
+        plan = Plan(settings, names, seeds, tune, same_time)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    outcomes = compare(plan, out, jobs, cache, typer.echo)
+    what = settings.task if settings.data is None else settings.data
+    page = out / "report.html"
+    write_whole(page, report(outcomes, f"Optimizers compared: {what}, {settings.model}").encode())
+    return page
+
+
 def _summary(settings: Settings, out: Path, result: Result, evaluation: Evaluation) -> None:
     """The last lines: how good it is, where it is, and how to use it."""
     from maxfactor.speech.audio import write
     from maxfactor.speech.train import METRICS
 
     example = out / "example.wav"
-    write(example, result.validation[0].samples)
+    write(example, result.trainer.prepared.validation[0].samples)
     typer.echo(
         f"{settings.optimizer}: WER {evaluation.wer:.1%}, CER {evaluation.cer:.1%} "
         f"after {result.step} steps, {result.seconds:.0f} s of training"

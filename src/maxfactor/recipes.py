@@ -72,25 +72,22 @@ RECIPES: dict[str, dict[str, Any]] = {
 # Recipes of our own: version 1.0 but for what is said here.
 FAM_INT8 = {"momentum": FAM(), "momentum_dtype": "int8"}
 BY_KIND: dict[str, Recipe] = {
-    "lean": Recipe({**COMMON, "lr": 0.04, "weight_decay": 0.0, "direction": "factored"}),
+    "lean": Recipe({**COMMON, "lr": 0.02, "weight_decay": 0.0, "direction": "factored"}),
     "fam": Recipe({**COMMON, **FAM_INT8, "lr": 0.02, "direction": "sign_max"}),
+    # By benchmarks/momentum_study.py, tables `main` and `vectors`.
     "speech": Recipe(
         {
             **COMMON,
             **FAM_INT8,
             "lr": 0.02,
-            "lr_share": 0.5,
             "weight_decay": 0.1,
-            "direction": "sign_max",
+            "direction": "factored",
             "scale": "initial",
         },
         {
-            "hidden": {
-                "lr_share": 1.0,
-                "direction": "orthogonal",
-                "momentum": 0.95,
-                "nesterov": True,
-            }
+            "hidden": {"direction": "orthogonal", "momentum": 0.95, "nesterov": True},
+            # Biases begin at zero: by their first size they would hardly ever move.
+            "vector": {"scale": "current"},
         },
     ),
 }

@@ -86,7 +86,7 @@ class Settings:
     schedule: str = "cosine"
     warmup: float = 0.1
     clip: float | None = None
-    steps: int = 300
+    steps: int = 500
     batch_size: int = 16
     grad_accum: int = 1
     dtype: str = "fp32"
@@ -108,6 +108,12 @@ class Settings:
             raise ValueError(f"warmup must lie in [0, 1), got {self.warmup}")
         if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0.0):
             raise ValueError(f"lr must be finite and positive, got {self.lr}")
+
+    @property
+    def utterance_count(self) -> int:
+        """How many utterances to synthesise for training."""
+        used = self.steps * self.batch_size * self.grad_accum
+        return self.utterances or min(used, MOST_UTTERANCES)
 
     @property
     def torch_device(self) -> torch.device:
@@ -134,7 +140,7 @@ class Result:
     evaluation: Evaluation | None  # None when it was stopped
     seconds: float  # of training, evaluations left out
     checkpoint: Path
-    validation: Utterances
+    trainer: Trainer
 
 
 # ----------------------------------------------------------------------- what is needed
@@ -172,8 +178,7 @@ def task_codec(task: str) -> Codec:
 def _synthesised(
     settings: Settings, cache: Path | None, workers: int | None, reporter: Reporter
 ) -> tuple[Utterances, Utterances]:
-    used = settings.steps * settings.batch_size * settings.grad_accum
-    train_count = settings.utterances or min(used, MOST_UTTERANCES)
+    train_count = settings.utterance_count
     parts: list[Utterances] = []
     reporter.begin("synthesising speech", train_count + settings.validation_utterances)
     wanted: list[tuple[corpus.Split, int]] = [
@@ -313,6 +318,12 @@ class Trainer:
         rates = own() if own else [float(group["lr"]) for group in optimizer.param_groups]
         return float(sum(rates) / len(rates))
 
+    def memory(self) -> dict[str, list[float]]:
+        """The memory of each matrix under FAM, by name, one value for each band."""
+        known: dict[str, Any] = getattr(self.optimizers[0], "spectrum", dict)()
+        # Asked for at evaluations alone, which wait for the device anyway.
+        return {name: spectrum.beta.tolist() for name, spectrum in known.items()}
+
     def state_dict(self) -> dict[str, Any]:
         """All that going on needs besides the weights."""
         cuda = self.device.type == "cuda"
@@ -400,6 +411,12 @@ def train(
         metrics.close()
 
 
+def read_metrics(out: Path) -> list[dict[str, Any]]:
+    """The lines of a folder's `metrics.jsonl`."""
+    lines = (out / METRICS).read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 def read_settings(out: Path) -> Settings:
     """The settings that a folder's training was started with."""
     path = out / SETTINGS
@@ -438,7 +455,7 @@ def _run(trainer: Trainer, out: Path, metrics: Metrics, reporter: Reporter) -> R
         evaluation=evaluation if finished else None,
         seconds=trainer.seconds,
         checkpoint=folder,
-        validation=trainer.prepared.validation,
+        trainer=trainer,
     )
 
 
@@ -522,8 +539,14 @@ class Metrics:
         """Note error rates and examples."""
         reporter.evaluated(trainer.step, evaluation)
         examples = [example._asdict() for example in evaluation.examples]
-        line = {"step": trainer.step, "seconds": trainer.seconds, "wer": evaluation.wer}
-        self._write({**line, "cer": evaluation.cer, "examples": examples})
+        line: dict[str, Any] = {
+            "step": trainer.step,
+            "seconds": trainer.seconds,
+            "wer": evaluation.wer,
+        }
+        line |= {"cer": evaluation.cer, "examples": examples}
+        memory = trainer.memory()
+        self._write({**line, "beta": memory} if memory else line)
 
     def close(self) -> None:
         """Finish what is still open."""
@@ -560,6 +583,12 @@ def check_folder(out: Path, settings: Settings, resume: bool) -> Path | None:
                 f"{out}: holds a training already; --resume goes on with it, --out names another"
             )
         return None
+    check_same(out, settings)
+    return found[-1] if found else None
+
+
+def check_same(out: Path, settings: Settings) -> None:
+    """Refuse settings that are not those a folder's training was started with."""
     before = read_settings(out)
     for field in fields(Settings):
         old, new = getattr(before, field.name), getattr(settings, field.name)
@@ -567,7 +596,6 @@ def check_folder(out: Path, settings: Settings, resume: bool) -> Path | None:
             raise InputError(
                 f"{out}: was started with {field.name}={old!r}, cannot go on with {new!r}"
             )
-    return found[-1] if found else None
 
 
 @contextmanager

@@ -1,0 +1,223 @@
+"""Comparisons: the same data for all, nothing done twice, and a page that a browser shows."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from maxfactor.cli import app
+from maxfactor.report import report
+from maxfactor.speech import compare as comparing
+from maxfactor.speech.audio import InputError
+from maxfactor.speech.compare import Outcome, Plan, Run, compare
+from maxfactor.speech.train import Settings
+
+BASE = Settings(
+    steps=2, batch_size=2, utterances=8, validation_utterances=2, evaluate_every=1, device="cpu"
+)
+BROWSER = shutil.which("chromium") or shutil.which("chromium-headless-shell")
+
+
+def outcome(label: str = "adamw", **changes: Any) -> Outcome:
+    """An outcome as good as a real one; two evaluations, of which the last is `wer`."""
+    wer = changes.get("wer", 0.2)
+    lines = [
+        {"step": 10, "loss": 2.0, "seconds": 1.0},
+        {"step": 10, "wer": 2 * wer, "cer": 0.2, "seconds": 1.0},
+        {"step": 20, "loss": None, "seconds": 2.0},
+        {"step": 20, "wer": wer, "cer": 0.1, "seconds": 2.0},
+    ]
+    base: dict[str, Any] = {
+        "label": label, "optimizer": label.split(",")[0], "lr": 0.001, "seed": 0, "steps": 20,
+        "wer": wer, "cer": 0.1, "seconds": 2.0, "parameters": 1000, "state_bytes": 8000,
+        "peak_bytes": 50 * 2**20, "metrics": lines,
+        "examples": [{"reference": "one <two>", "hypothesis": "one too"}],
+    }  # fmt: skip
+    return Outcome(**{**base, **changes})
+
+
+def faked(monkeypatch: pytest.MonkeyPatch, wers: dict[tuple[str, float], float]) -> list[Run]:
+    """Replace the trainings by numbers, and note what is trained."""
+    seen: list[Run] = []
+    speed = {"speech": 4.0, "adamw": 1.0, "muon": 5.0}
+
+    def run_all(runs: list[Run], *_: Any) -> list[Outcome]:
+        seen.extend(runs)
+        return [
+            outcome(
+                run.label,
+                lr=run.settings.lr or 0.0,
+                optimizer=run.settings.optimizer,
+                wer=wers.get((run.settings.optimizer, run.settings.lr or 0.0), 0.5),
+                seconds=speed[run.settings.optimizer] * run.settings.steps,
+            )
+            for run in runs
+        ]
+
+    monkeypatch.setattr(comparing, "_run_all", run_all)
+    monkeypatch.setattr(comparing, "prepare", lambda *_: None)
+    return seen
+
+
+def test_everybody_gets_the_same_data_seeds_and_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = faked(monkeypatch, {})
+    base = replace(BASE, steps=100, utterances=None, seed=5)
+    compare(Plan(base, ["speech", "adamw"], seeds=2), tmp_path, say=lambda _: None)
+    assert [(run.settings.optimizer, run.settings.seed) for run in seen] == [
+        ("speech", 5), ("speech", 6), ("adamw", 5), ("adamw", 6),
+    ]  # fmt: skip
+    same = {replace(run.settings, optimizer="adamw", seed=0) for run in seen}
+    assert len(same) == 1
+    assert len({run.folder for run in seen}) == 4
+
+
+def test_tuning_takes_the_best_rate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = faked(monkeypatch, {("adamw", 0.002): 0.1, ("speech", 0.01): 0.05})
+    plan = Plan(BASE, ["speech", "adamw"], seeds=2, tune=True)
+    outcomes = compare(plan, tmp_path, say=lambda _: None)
+    assert len(seen) == 2 * 5 + 2 * 2
+    assert {run.settings.seed for run in seen[:10]} == {0}
+    assert {(one.optimizer, one.lr) for one in outcomes} == {("speech", 0.01), ("adamw", 0.002)}
+
+
+def test_the_faster_get_as_much_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = faked(monkeypatch, {})
+    base = replace(BASE, steps=100, utterances=None)
+    plan = Plan(base, ["speech", "adamw", "muon"], same_time=True)
+    outcomes = compare(plan, tmp_path, say=lambda _: None)
+    assert [one.label for one in outcomes][3:] == ["adamw, same time"]  # muon is no faster
+    longer = seen[-1].settings
+    assert longer.steps == 400
+    assert longer.utterance_count == base.utterance_count  # of the same data
+
+
+@pytest.mark.parametrize(
+    ("names", "seeds", "message"),
+    [
+        ([], 1, "at least one"),
+        (["adamw", "adamw"], 1, "must differ"),
+        (["adamw"], 0, "seeds must be at least 1"),
+        (["sgd"], 1, "got 'sgd'"),
+    ],
+)
+def test_wrong_plans_are_refused(names: list[str], seeds: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan(BASE, names, seeds)
+
+
+def test_trainings_are_not_done_twice(tmp_path: Path) -> None:
+    cache, out = tmp_path / "cache", tmp_path / "out"
+    said: list[str] = []
+    plan = Plan(BASE, ["speech", "adamw"])
+    first = compare(plan, out, 2, cache, said.append)
+    again = compare(plan, out, 2, cache, said.append)
+    assert first == again
+    assert len(said) == 2
+    speech, adamw = first
+    assert speech.label == "speech"
+    assert adamw.state_bytes / adamw.parameters == pytest.approx(8.0, abs=0.1)
+    assert speech.state_bytes < adamw.state_bytes / 4
+    assert adamw.peak_bytes > 2**25
+    assert [line["step"] for line in speech.metrics] == [1, 1, 2, 2]
+    assert speech.metrics[-1]["beta"]["model.encoder.conv1.weight"] == [pytest.approx(0.9)]
+    page = report(first, "Speech")
+    assert "per layer" in page
+    other = replace(plan, base=replace(BASE, task="sentences"))
+    with pytest.raises(InputError, match="was started with task='digits'"):
+        compare(other, out, 1, cache, said.append)
+    options = "--steps=2 --batch-size=2 --utterances=8 --validation-utterances=2 --device=cpu"
+    result = CliRunner().invoke(
+        app,
+        ["compare", *options.split(), "--evaluate-every=1", f"--out={out}", f"--cache={cache}"],
+    )
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1] == f"report: {out / 'report.html'}"
+    assert (out / "report.html").stat().st_size > 10_000
+
+
+def test_a_wrong_name_is_told_in_one_line(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["compare", "--optimizers=sgd", f"--out={tmp_path / 'out'}"])
+    assert result.exit_code == 2
+    assert "got 'sgd'" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+# -------------------------------------------------------------------------------- the page
+
+
+def several() -> list[Outcome]:
+    memory = {"model.encoder.conv1.weight": [0.9], "model.decoder.fc1.weight": [0.7, 0.8]}
+    fam = outcome("fam", wer=0.04)
+    fam.metrics[-1]["beta"] = memory
+    return [
+        fam,
+        outcome("adamw", wer=0.2),
+        outcome("adamw", wer=0.3, seed=1),
+        outcome("adamw, same time", wer=0.1),
+    ]
+
+
+def rows(page: str) -> dict[str, list[str]]:
+    """The cells of the table of results by their first."""
+    table = page.split("<h2>Results</h2>")[1].split("</table>")[0]
+    found = {}
+    for row in table.split("<tr")[2:]:
+        name, *cells = [re.sub("<.*?>", "", cell) for cell in re.findall("<td>.*?</td>", row)]
+        found[name] = cells
+    return found
+
+
+def test_the_table_has_means_and_spreads() -> None:
+    cells = rows(report(several(), "Speech"))
+    assert cells["adamw"][:2] == ["0.001", "20"]
+    assert cells["adamw"][2] == "25.0% ± 7.1%"
+    assert cells["adamw"][4] == "not reached"
+    assert cells["fam"][2] == "4.0%"
+    assert cells["fam"][4] == "10"
+    assert cells["adamw, same time"][4] == "20"
+    assert cells["fam"][5:] == ["100", "2", "8.00", "50"]
+
+
+def test_the_page_shows_texts_as_they_are() -> None:
+    page = report(several(), "Speech <b>")
+    assert "Speech &lt;b&gt;" in page
+    assert "<td>one &lt;two&gt;</td>" in page
+    assert "one <del>too</del>" in page
+
+
+def test_the_page_needs_no_network() -> None:
+    page = report(several(), "Speech")
+    outside = re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="(?!data:)[^"]*"', page)
+    assert outside == []
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+def test_a_browser_shows_the_page(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(report(several(), "Speech"))
+    command = [
+        str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+        "--virtual-time-budget=10000", "--dump-dom", path.as_uri(),
+    ]  # fmt: skip
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert [line for line in shown.stderr.splitlines() if "CONSOLE" in line] == []
+    assert len(re.findall('class="plot-container', shown.stdout)) == 5  # four charts, a heat map
+    assert len(re.findall('class="main-svg"', shown.stdout)) >= 5
+    for title in ("Word error rate by steps", "Training loss by seconds of training"):
+        assert title in shown.stdout
+
+
+def test_outcomes_survive_a_file() -> None:
+    one = outcome()
+    assert Outcome(**json.loads(json.dumps(vars(one)))) == one
