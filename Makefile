@@ -11,8 +11,8 @@ test: install  ## lint, types, tests: what CI runs
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n $(JOBS)
 
-demo: install  ## a short training with MaxFactor, AdamW beside it
-	$(BIN)/python examples/touch_tones.py
+demo: install  ## a small Whisper on synthesised digits, AdamW beside it, and a report
+	$(BIN)/maxfactor compare --optimizers speech,adamw --same-time --out out/demo --cache out/speech
 
 test-gpu:  ## the tests that need a GPU, with the Python that has torch for it
 	PYTHONPATH=src $(PYTHON) -m pytest tests -m gpu -p no:cacheprovider -p no:benchmark
