@@ -141,7 +141,12 @@ def test_trainings_are_not_done_twice(tmp_path: Path) -> None:
         ["compare", *options.split(), "--evaluate-every=1", f"--out={out}", f"--cache={cache}"],
     )
     assert result.exit_code == 0, result.output
-    assert result.output.splitlines()[-1] == f"report: {out / 'report.html'}"
+    page, best, hint = result.output.splitlines()[-3:]
+    assert page == f"report:  {out / 'report.html'}"
+    assert best.startswith("best:    ")
+    model, example = map(Path, hint.split()[2:])
+    assert (model / "checkpoints").is_dir()
+    assert example.stat().st_size > 1000
     assert (out / "report.html").stat().st_size > 10_000
 
 

@@ -167,8 +167,7 @@ def compare(
     with _one_line_errors():
         settings = _settings(given, None, resume=False)
         names = [name.strip() for name in optimizers.split(",") if name.strip()]
-        page = _compare(settings, names, seeds, tune, same_time, jobs, out, cache)
-        typer.echo(f"report: {page}")
+        _compare(settings, names, seeds, tune, same_time, jobs, out, cache)
 
 
 @app.command()
@@ -249,11 +248,12 @@ def _compare(
     jobs: int,
     out: Path,
     cache: Path | None,
-) -> Path:
+) -> None:
     from maxfactor.report import report
-    from maxfactor.speech.audio import InputError
-    from maxfactor.speech.compare import Plan, compare
+    from maxfactor.speech.audio import InputError, write
+    from maxfactor.speech.compare import RUNS, Plan, compare
     from maxfactor.speech.shards import write_whole
+    from maxfactor.speech.train import prepare
 
     try:
         plan = Plan(settings, names, seeds, tune, same_time)
@@ -263,7 +263,12 @@ def _compare(
     what = settings.task if settings.data is None else settings.data
     page = out / "report.html"
     write_whole(page, report(outcomes, f"Optimizers compared: {what}, {settings.model}").encode())
-    return page
+    best = min(outcomes, key=lambda one: one.wer)
+    example = out / "example.wav"
+    write(example, prepare(settings, cache).validation[0].samples)
+    typer.echo(f"report:  {page}")
+    typer.echo(f"best:    {best.label}, WER {best.wer:.1%}. Try it:")
+    typer.echo(f"  {_command()} transcribe {out / RUNS / best.folder} {example}")
 
 
 def _summary(settings: Settings, out: Path, result: Result, evaluation: Evaluation) -> None:
@@ -280,7 +285,13 @@ def _summary(settings: Settings, out: Path, result: Result, evaluation: Evaluati
     typer.echo(f"model:   {result.checkpoint}")
     typer.echo(f"metrics: {out / METRICS}")
     typer.echo("try it:")
-    typer.echo(f"  maxfactor transcribe {out} {example}")
+    typer.echo(f"  {_command()} transcribe {out} {example}")
+
+
+def _command() -> str:
+    """How this program is called: by its name where that is found, else as it was called now."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "maxfactor" and not which("maxfactor") else "maxfactor"
 
 
 @contextmanager

@@ -32,6 +32,9 @@ GRID = (0.25, 0.5, 1.0, 2.0, 4.0)  # shares of an optimizer's own rate that are 
 SAME_TIME = "same time"
 
 
+RUNS = "runs"  # the folder of the trainings
+
+
 @dataclass(frozen=True)
 class Run:
     """One training of a comparison."""
@@ -44,7 +47,12 @@ class Run:
         """A name that no other run of the comparison has."""
         one = self.settings
         rate = default_lr(one.optimizer) if one.lr is None else one.lr
-        return f"{one.optimizer}-lr{rate:g}-steps{one.steps}-seed{one.seed}"
+        return folder_name(one.optimizer, rate, one.steps, one.seed)
+
+
+def folder_name(optimizer: str, lr: float, steps: int, seed: int) -> str:
+    """Where a run is kept among those of a comparison."""
+    return f"{optimizer}-lr{lr:g}-steps{steps}-seed{seed}"
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,11 @@ class Outcome:
     peak_bytes: int  # of GPU memory, or of the process where there is none
     examples: list[dict[str, str]]
     metrics: list[dict[str, Any]]
+
+    @property
+    def folder(self) -> str:
+        """The run's folder among those of the comparison."""
+        return folder_name(self.optimizer, self.lr, self.steps, self.seed)
 
     @property
     def step_ms(self) -> float:
@@ -127,7 +140,7 @@ def compare(
         cache: Where synthesised speech is kept.
         say: Is told a line for each training that ends.
     """
-    folder = out / "runs"
+    folder = out / RUNS
     prepare(plan.base, cache)  # once, before many want it at once; wrong inputs show here
 
     def run_all(runs: Iterable[Run]) -> list[Outcome]:
