@@ -6,6 +6,7 @@ import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path  # typer reads the annotations
+from shutil import which
 from typing import TYPE_CHECKING, Annotated, Any
 
 try:
