@@ -22,7 +22,7 @@ from torch import nn
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 import maxfactor
-from step_time import machine, state_bytes, versions
+from maxfactor.bench.step_time import machine, state_bytes, versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

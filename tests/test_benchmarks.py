@@ -15,11 +15,10 @@ import torch
 
 import maxfactor
 import momentum_study
-import shapes
 import speech_data
 import speech_runs
-import step_time
 import training_step
+from maxfactor.bench import shapes, step_time
 from maxfactor.speech.model import loss_of
 from momentum_tables import TABLES, Entry, entries_of
 from momentum_variants import variant

@@ -1,4 +1,4 @@
-"""The command `maxfactor`: train a speech recogniser, and write down what is said in a file."""
+"""The command `maxfactor`: train speech recognisers, compare and time optimizers."""
 
 from __future__ import annotations
 
@@ -186,6 +186,26 @@ def transcribe(
 
         for path, text in transcribe_files(model, audio, device):
             typer.echo(text if len(audio) == 1 else f"{path}\t{text}")
+
+
+@app.command()
+def bench(
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    model: Annotated[str, typer.Option(help="whose shapes")] = "whisper-tiny",
+    dtype: Annotated[list[str] | None, typer.Option(help="[float32]; may be repeated")] = None,
+    optimizers: Annotated[str, typer.Option(help="words from their names")] = "",
+    repeats: Annotated[int, typer.Option(help="timed steps of each")] = 11,
+    out: Annotated[Path | None, typer.Option(help="a JSON file for the results")] = None,
+) -> None:
+    """Measure how long a step takes: ours, torch's, and other packages' optimizers.
+
+    Example: maxfactor bench --device cuda --model whisper-large-v3 --optimizers fused
+    """
+    from maxfactor.bench.step_time import main as measure
+
+    given = ["--device", device, "--model", model, "--repeats", str(repeats)]
+    given += ["--dtype", *(dtype or ["float32"]), "--optimizers", *optimizers.split()]
+    measure(given if out is None else [*given, "--out", str(out)])
 
 
 def main() -> None:
