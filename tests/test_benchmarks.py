@@ -13,6 +13,7 @@ import jiwer
 import pytest
 import torch
 
+import fam_pictures
 import maxfactor
 import momentum_study
 import speech_data
@@ -141,6 +142,41 @@ def test_share_of_a_training_step(tmp_path: Path) -> None:
         "1.0", "lean", "fam", "speech", "torch AdamW fused",
     ]  # fmt: skip
     assert all(0.0 < row["share"] < 1.0 for row in report["rows"])
+
+
+def test_fam_pictures(tmp_path: Path) -> None:
+    """Two short trainings, what FAM saw of each matrix, and all pictures."""
+    out = tmp_path / "pictures"
+    fam_pictures.main(["--quick", "--out", str(out), "--cache", str(tmp_path / "cache")])
+    text = (out / "fam_spectrum.json").read_text()
+    result = json.loads(text)
+    one, several = result["trainings"]
+    assert (one["bands"], several["bands"]) == (1, 8)
+    for training in (one, several):
+        parts = [matrix["part"] for matrix in training["matrices"].values()]
+        assert list(dict.fromkeys(parts)) == list(fam_pictures.PARTS.values())
+        for matrix in training["matrices"].values():
+            for beta, rho in zip(matrix["beta"], matrix["rho"], strict=True):
+                assert len(beta) == len(training["steps"])
+                for step, at, coherence in zip(training["steps"], beta, rho, strict=True):
+                    expected = 0.9 if step < 20 else min(max(1 - coherence, 0.5), 0.98)
+                    assert at == pytest.approx(expected, abs=2e-3)  # three digits are kept
+            assert len(matrix["power"]) == training["bands"]
+    pictures = {path.stem: path.read_text() for path in out.glob("*.svg")}
+    assert pictures.keys() == {"coherence", "beta", "bands", "rates", "main"}
+    assert all(picture.rstrip().endswith("</svg>") for picture in pictures.values())
+    fam_pictures.main(["--draw", "--out", str(out)])  # the same numbers, the same files
+    assert {path.stem: path.read_text() for path in out.glob("*.svg")} == pictures
+    assert {"date", "machine", "versions", "command"} <= result.keys()
+    assert socket.gethostname() not in text
+    assert str(tmp_path) not in text
+
+
+def test_a_filter_of_one_number() -> None:
+    """A constant comes through as it is, from the first step on; so do a memory's means."""
+    assert fam_pictures.filtered([2.0] * 5, rho=0.3) == pytest.approx([2.0] * 5)
+    [first, second] = fam_pictures.filtered([0.0, 1.0], rho=0.5)
+    assert (first, second) == pytest.approx((0.0, 0.95 * 2 / 3 + 0.05))
 
 
 def study(out: Path, table: str, *more: str) -> None:
