@@ -32,9 +32,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from maxfactor import FAM
+from maxfactor.bench.step_time import machine, versions
 from maxfactor.speech import synth
 from maxfactor.speech.train import Settings, Trainer, prepare
-from step_time import machine, versions
 from touch_tones_study import to_json
 
 if TYPE_CHECKING:
