@@ -111,6 +111,9 @@ def momentum_table() -> list[Entry]:
     found = [entry(name, "fam", OURS, **settings) for name, settings in momenta()]
     found += [
         entry("FAM, 8 bands", "fam", OURS, momentum=fam(bands=8)),
+        # FAM is at its longest memory for most of a training: is that too long?
+        entry("FAM, beta_max 0.95", "fam", OURS, momentum=fam(beta_max=0.95)),
+        entry("FAM, beta_max 0.9", "fam", OURS, momentum=fam(beta_max=0.9)),
         entry("none", "fam", OURS, momentum=None),
     ]
     for beta in (0.9, 0.95):
