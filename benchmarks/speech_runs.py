@@ -398,6 +398,8 @@ class Training:
 
     def gradients(self) -> None:
         """Forward and backward; new gradients each time, which a graph then keeps for itself."""
+        from maxfactor.speech.model import loss_of
+
         for param in self.params:
             param.grad = None
         numbers = self.order.index_select(0, self.at)[0]
@@ -509,30 +511,6 @@ class Training:
             "mode": self.mode,
             "fallback": self.fallback,
         }
-
-
-def loss_of(model: WhisperForConditionalGeneration, features: Tensor, labels: Tensor) -> Tensor:
-    """The loss of `maxfactor.speech.model.loss_of`, without a wait for the device.
-
-    Left to itself the decoder looks at its positions on the host to find out that texts are not
-    packed. With a mask of four dimensions it does not.
-    """
-    from maxfactor.speech.model import encode
-
-    codec, decoder = study_codec(), model.model.decoder
-    tokens = labels.shape[1]
-    before = nn.functional.pad(labels[:, :-1], (1, 0), value=codec.start[0])
-    before = before.masked_fill(before == IGNORED, int(codec.tokenizer.pad_token_id))
-    mask = torch.ones(tokens, tokens, dtype=torch.bool, device=labels.device).tril()
-    states = encode(model, features)
-    output = decoder(
-        input_ids=before,
-        attention_mask=mask[None, None],
-        encoder_hidden_states=states,
-        use_cache=False,
-    )
-    logits = model.proj_out(output.last_hidden_state).float()
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def batch_order(run: Run, count: int) -> NDArray[np.int64]:
