@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from maxfactor.hyper import MaxFactorHyper
 
@@ -55,6 +56,13 @@ def fused_obstacle(works: Sequence[Pending]) -> str | None:
             return (
                 f"parameters are on {first} and on {device} ({work.name!r}); "
                 "use one optimizer for each device or set fused=False"
+            )
+        lr = getattr(work.hyper, "lr", None)
+        where = lr.device if isinstance(lr, Tensor) else torch.device("cpu")
+        if where.type != "cpu" and (where != device or lr.dtype != torch.float32):
+            return (
+                f"lr is a tensor of {lr.dtype} on {where}; make it float32 on {device}, "
+                "a CPU tensor or a float, or set fused=False"
             )
         for tensor in (work.param, work.grad):
             if tensor.dtype not in FUSED_DTYPES:
