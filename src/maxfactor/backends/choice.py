@@ -58,10 +58,9 @@ def fused_obstacle(works: Sequence[Pending]) -> str | None:
                 "use one optimizer for each device or set fused=False"
             )
         lr = getattr(work.hyper, "lr", None)
-        where = lr.device if isinstance(lr, Tensor) else torch.device("cpu")
-        if where.type != "cpu" and (where != device or lr.dtype != torch.float32):
+        if isinstance(lr, Tensor) and not fits_kernels(lr, device):
             return (
-                f"lr is a tensor of {lr.dtype} on {where}; make it float32 on {device}, "
+                f"lr is a tensor of {lr.dtype} on {lr.device}; make it float32 on {device}, "
                 "a CPU tensor or a float, or set fused=False"
             )
         for tensor in (work.param, work.grad):
@@ -71,6 +70,11 @@ def fused_obstacle(works: Sequence[Pending]) -> str | None:
                     "use float32, bfloat16 or float16, or set fused=False"
                 )
     return None
+
+
+def fits_kernels(lr: Tensor, device: torch.device) -> bool:
+    """Whether the host or the kernels can read a learning rate."""
+    return lr.device.type == "cpu" or (lr.device == device and lr.dtype == torch.float32)
 
 
 @lru_cache(maxsize=1)
