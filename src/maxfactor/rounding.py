@@ -10,7 +10,8 @@ backend, in any order of parameters, and for any shard that knows its positions.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from maxfactor.hyper import Hyper
 
 MASK = 0xFFFFFFFF
+SIGN_BIT = 0x80000000
+HALF = 1 << 31  # positions that an int32 can count
 GOLDEN = 0x9E3779B1  # odd multipliers that spread a position over 32 bits
 HIGH_WORD = 0x7FEB352D
 SCATTER = 0x85EBCA6B
@@ -63,24 +66,42 @@ def noise_key(seed: int, t: float | Tensor) -> Tensor | int:
 
 
 def position_noise(w: Tensor, key: Tensor | int, start: int) -> Tensor:
-    """32 random bits for each element of `w`, as int64.
+    """32 random bits for each element of `w`, as int32, whose arithmetic is that of 32 bits.
 
     A light hash, four operations on the GPU. For one element the bits are uniform over the keys.
     """
-    position = torch.arange(start, start + w.numel(), device=w.device).reshape(w.shape)
-    word = ((position & MASK) * GOLDEN + (position >> 32) * HIGH_WORD + key) & MASK
-    return ((word ^ (word >> 16)) * SCATTER) & MASK
+    end = start + w.numel()
+    cuts = [start, *range((start // HALF + 1) * HALF, end, HALF), end]  # one high word in each part
+    parts = [part_noise(a, b - a, key, w.device) for a, b in pairwise(cuts)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(w.shape)
+
+
+def part_noise(start: int, count: int, key: Tensor | int, device: torch.device) -> Tensor:
+    """The noise of `count` positions from `start` on."""
+    first = as_int32(((start & MASK) * GOLDEN + (start >> 32) * HIGH_WORD + key) & MASK)
+    word = torch.arange(count, dtype=torch.int32, device=device).mul_(as_int32(GOLDEN)).add_(first)
+    return word.bitwise_xor_(upper_bits(word, 16)).mul_(as_int32(SCATTER))
+
+
+def as_int32(bits: Any) -> Any:
+    """32 bits, of an int or of int64s, as the signed numbers that int32 takes them for."""
+    return (bits ^ SIGN_BIT) - SIGN_BIT
+
+
+def upper_bits(words: Tensor, count: int) -> Tensor:
+    """The highest `count` bits of int32s as numbers that are not negative."""
+    return (words >> (32 - count)).bitwise_and_((1 << count) - 1)
 
 
 def rounded_bf16(w: Tensor, noise: Tensor) -> Tensor:
     """Add 16 random bits below bfloat16's last one, then cut them off."""
-    bits = w.contiguous().view(torch.int32).to(torch.int64)
-    return ((bits + (noise >> 16)) & ~0xFFFF).to(torch.int32).view(torch.float32)
+    bits = w.contiguous().view(torch.int32)
+    return upper_bits(noise, 16).add_(bits).bitwise_and_(~0xFFFF).view(torch.float32)
 
 
 def rounded_fp16(w: Tensor, noise: Tensor) -> Tensor:
     """The same with 13 bits; below the normal range float16 has one fixed spacing."""
-    bits = w.contiguous().view(torch.int32).to(torch.int64)
-    normal = ((bits + (noise >> 19)) & ~0x1FFF).to(torch.int32).view(torch.float32)
-    tiny = torch.floor(w / FP16_QUANTUM + (noise >> 9) * 2.0**-23) * FP16_QUANTUM
+    bits = w.contiguous().view(torch.int32)
+    normal = upper_bits(noise, 13).add_(bits).bitwise_and_(~0x1FFF).view(torch.float32)
+    tiny = torch.floor(w / FP16_QUANTUM + upper_bits(noise, 23) * 2.0**-23) * FP16_QUANTUM
     return torch.where(w.abs() < FP16_SMALLEST_NORMAL, tiny, normal)

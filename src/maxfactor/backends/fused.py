@@ -22,7 +22,7 @@ from maxfactor.backends import kernels as K  # noqa: N812
 from maxfactor.guard import LIMIT, given_up, refused
 from maxfactor.hyper import FLOAT32_TINY, AdafactorHyper, Hyper, MaxFactorHyper
 from maxfactor.orthogonal import orthogonal
-from maxfactor.rounding import is_stochastic, seed_key
+from maxfactor.rounding import as_int32, is_stochastic, seed_key
 from maxfactor.rule import ADAFACTOR_MAX_STEP
 from maxfactor.state import factoring
 from maxfactor.work import Outcome
@@ -713,11 +713,6 @@ def layouts(params: Sequence[Tensor]) -> list[tuple[object, ...]]:
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Triton launches on the current device, which need not be the model's."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def as_int32(bits: int) -> int:
-    """32 bits as the signed number that int32 takes them for."""
-    return bits - (1 << 32) if bits >= 1 << 31 else bits
 
 
 def is_capturing(device: torch.device) -> bool:
