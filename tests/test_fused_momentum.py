@@ -9,7 +9,7 @@ import torch
 
 from cases import MOMENTUM_VARIANTS, no_host_sync, problem, settings_for
 from comparison import compare_with_rule
-from maxfactor import FAM, MaxFactor
+from maxfactor import FAM, MaxFactor, for_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu
@@ -111,3 +111,24 @@ def test_no_wait() -> None:
             optimizer.step()
             optimizer.spectrum()
     assert optimizer._fused is not None
+
+
+@pytest.mark.parametrize("recipe", ["speech", "fam", "lean"])
+def test_recipes(recipe: str) -> None:
+    """All kinds of layers at once: orthogonal and factored matrices share their launches."""
+    models = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        layers = [torch.nn.Embedding(40, 24), torch.nn.Linear(24, 72), torch.nn.Linear(72, 40)]
+        model = torch.nn.Sequential(*layers).to(DEVICE)
+        optimizer = for_model(model, recipe, fused=fused, foreach=False)
+        for step in range(4):
+            for i, param in enumerate(model.parameters()):
+                generator = torch.Generator().manual_seed(10 * step + i)
+                param.grad = torch.randn(param.shape, generator=generator).to(DEVICE)
+            optimizer.step()
+        models.append(model)
+    # On a GPU the iteration of the orthogonal direction is in bfloat16 for both.
+    tolerance = 1e-5 if DEVICE == "cpu" else 1e-3
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
