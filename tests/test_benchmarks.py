@@ -12,6 +12,7 @@ from typing import Any
 import jiwer
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import fam_pictures
 import maxfactor
@@ -20,6 +21,7 @@ import speech_data
 import speech_runs
 import training_step
 from maxfactor.bench import shapes, step_time
+from maxfactor.cli import app
 from maxfactor.speech.model import loss_of
 from momentum_tables import TABLES, Entry, entries_of
 from momentum_variants import variant
@@ -123,6 +125,16 @@ def test_state_is_counted_once() -> None:
             """Nothing to do."""
 
     assert step_time.state_bytes(Optimizer()) == 45
+
+
+def test_the_command(tmp_path: Path) -> None:
+    out = tmp_path / "times.json"
+    options = "--model quick --repeats 1 --optimizers AdamW --dtype float32 --dtype bfloat16"
+    result = CliRunner().invoke(app, ["bench", *options.split(), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["dtype"] for row in rows} == {"float32", "bfloat16"}
+    assert {"torch AdamW", "torch AdamW fused"} <= {row["optimizer"] for row in rows}
 
 
 def test_speech_data_is_measured(tmp_path: Path) -> None:
