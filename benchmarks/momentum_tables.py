@@ -114,6 +114,13 @@ def momentum_table() -> list[Entry]:
         # FAM is at its longest memory for most of a training: is that too long?
         entry("FAM, beta_max 0.95", "fam", OURS, momentum=fam(beta_max=0.95)),
         entry("FAM, beta_max 0.9", "fam", OURS, momentum=fam(beta_max=0.9)),
+        entry(
+            "FAM, beta_max 0.95, factored",
+            "fam",
+            OURS,
+            momentum=fam(beta_max=0.95),
+            direction="factored",
+        ),
         entry("none", "fam", OURS, momentum=None),
     ]
     for beta in (0.9, 0.95):
