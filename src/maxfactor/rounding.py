@@ -34,9 +34,12 @@ def is_stochastic(dtype: torch.dtype, hyper: Hyper) -> bool:
 
 
 def rounded(
-    w: Tensor, dtype: torch.dtype, hyper: Hyper, t: float | Tensor, start: int = 0
+    w: Tensor, dtype: torch.dtype, hyper: Hyper, t: float | Tensor, start: int | Tensor = 0
 ) -> Tensor:
-    """Return `w` in `dtype`; `start` is the position of its first element in the parameter."""
+    """Return `w` in `dtype`.
+
+    `start` is the position of its first element in the parameter, or a tensor of all positions.
+    """
     if not is_stochastic(dtype, hyper):
         return w.to(dtype)
     noise = position_noise(w, noise_key(hyper.seed or 0, t), start)
@@ -62,12 +65,15 @@ def noise_key(seed: int, t: float | Tensor) -> Tensor | int:
     return mix((seed_key(seed) + step) & MASK)
 
 
-def position_noise(w: Tensor, key: Tensor | int, start: int) -> Tensor:
+def position_noise(w: Tensor, key: Tensor | int, start: int | Tensor) -> Tensor:
     """32 random bits for each element of `w`, as int64.
 
     A light hash, four operations on the GPU. For one element the bits are uniform over the keys.
     """
-    position = torch.arange(start, start + w.numel(), device=w.device).reshape(w.shape)
+    if isinstance(start, Tensor):
+        position = start
+    else:
+        position = torch.arange(start, start + w.numel(), device=w.device).reshape(w.shape)
     word = ((position & MASK) * GOLDEN + (position >> 32) * HIGH_WORD + key) & MASK
     return ((word ^ (word >> 16)) * SCATTER) & MASK
 
