@@ -83,18 +83,31 @@ def positions(x: Tensor) -> Tensor:
     found = torch.zeros((), dtype=torch.int64, device=x.device)
     stride = 1
     for dim in reversed(range(x.dim())):
-        index = torch.arange(x.shape[dim], device=x.device)
-        if is_sharded(x):
-            from torch.distributed.tensor import DTensor, Replicate, Shard
-
-            mesh = x.device_mesh
-            for i, cut in shards_of(x):
-                assert isinstance(x.placements[i], Shard), "a strided shard has no simple positions"
-                if cut == dim:
-                    # Shards of a dimension nest from the first mesh dimension to the last.
-                    one = [Shard(0) if j == i else Replicate() for j in range(mesh.ndim)]
-                    whole = DTensor.from_local(index, mesh, [Replicate()] * mesh.ndim)
-                    index = local(whole.redistribute(placements=one))
+        index = _local_index(x, dim)
         found = index.reshape(-1, *(1,) * (x.dim() - 1 - dim)) * stride + found
         stride *= x.shape[dim]
     return found
+
+
+def _local_index(x: Tensor, dim: int) -> Tensor:
+    """Which entries of a dimension this rank holds."""
+    index = torch.arange(x.shape[dim], device=x.device)
+    if not is_sharded(x):
+        return index
+    from torch.distributed.tensor import DTensor, Replicate
+
+    copies = [Replicate()] * x.device_mesh.ndim
+    cuts = [_as_first(p) if sharded_dim(p) == dim else Replicate() for p in x.placements]
+    whole = DTensor.from_local(index, x.device_mesh, copies, run_check=False)
+    return local(whole.redistribute(placements=cuts))  # each rank takes its own: nothing is sent
+
+
+def _as_first(placement: Placement) -> Placement:
+    """The same cut of a tensor that has only this dimension."""
+    from torch.distributed.tensor import Shard
+
+    factor = getattr(placement, "split_factor", None)
+    if factor is None:
+        return Shard(0)
+    strided: Placement = type(placement)(0, split_factor=factor)  # type: ignore[call-arg]
+    return strided

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from maxfactor import rule
 from maxfactor.backends import tasks
@@ -174,7 +175,8 @@ class Shard:
     def _sums(self) -> list[Share]:
         """Sums of G^2, of W^2, of the moments before; for a factored matrix also by its factors."""
         row_sum = rule.sum_of_squares(self.g, dim=-1)  # (..., m, 1)
-        w_sum = rule.sum_of_squares(self.w.reshape(-1), dim=-1).reshape(()).to(torch.float32)
+        w_norm = vector_norm(self.w, dtype=torch.promote_types(self.w.dtype, torch.float32))
+        w_sum = w_norm.square().to(torch.float32)
         shares = [Share(row_sum.sum(), self.everywhere), Share(w_sum, self.everywhere)]
         if not self.is_factored:
             return [*shares, Share(self.state["variance"].sum(), self.everywhere)]
