@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ranks import Ranks
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -27,3 +29,11 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=limit)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    """Four processes with one group, over loopback."""
+    ranks = Ranks(4)
+    yield ranks
+    ranks.stop()

@@ -16,16 +16,16 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 # A module may import from the ranks before its own, never from its own or later ones.
 RANKS = [
-    {"checks", "orthogonal", "quantize"},
+    {"checks", "orthogonal", "placement", "quantize"},
     {"fam"},
     {"hyper"},
     {"guard", "rounding", "state"},
     {"momentum"},
     {"rule", "work"},
-    {"backends.choice", "backends.tasks"},
+    {"backends.choice", "backends.collective", "backends.tasks"},
     {"backends.kernels", "backends.matrix", "backends.stack"},
     {"backends.filtered"},
-    {"backends.foreach", "backends.plain"},
+    {"backends.foreach", "backends.plain", "backends.sharded"},
     {"backends.fused"},
     {"description", "recipes", "schedule"},
     {"optimizer"},

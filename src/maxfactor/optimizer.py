@@ -11,12 +11,13 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from maxfactor.backends import foreach, plain
+from maxfactor.backends import foreach, plain, sharded
 from maxfactor.backends.choice import choose
 from maxfactor.description import Description, describe_group
 from maxfactor.fam import FAM, Spectrum, as_setting, spectrum
 from maxfactor.guard import Guard
 from maxfactor.hyper import Execution, Hyper, MaxFactorHyper
+from maxfactor.placement import local
 from maxfactor.rule import host_scalar
 from maxfactor.state import check_kept, check_loaded, init_state, restored
 from maxfactor.work import Outcome, Pending, Work
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from maxfactor.backends.fused import FusedStep
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+_STEPS = {"plain": plain.step, "foreach": foreach.step, "sharded": sharded.step}
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -105,9 +108,12 @@ class FactoredOptimizer(Optimizer):
             if not pending:
                 return loss
             backend = choose(pending, self._execution)  # may refuse, before there is any state
+            is_first = not any(self.state[p.param] for p in pending)
             works = self._with_state(pending)
+            if is_first and _is_rehearsal(pending):
+                return loss
             if backend != "fused":
-                self._run(plain.step if backend == "plain" else foreach.step, works)
+                self._run(_STEPS[backend], works)
                 return loss
             self._fused = _fused_step(works, flat, hypers, self._fused)
         self._run_fused(self._fused, hypers)
@@ -461,7 +467,9 @@ class MaxFactor(FactoredOptimizer):
             for name, param in self._named_group(index) if fam is not None else []:
                 state = self.state.get(param, {})
                 if fam is not None and "band_sums" in state:
-                    found[name] = spectrum(state["band_sums"], host_scalar(state["step"]), fam)
+                    found[name] = spectrum(
+                        local(state["band_sums"]), host_scalar(state["step"]), fam
+                    )
         return found
 
 
@@ -472,6 +480,21 @@ def _fused_step(
     from maxfactor.backends.fused import FusedStep
 
     return FusedStep(works, flat, hypers, status=None if before is None else before.status)
+
+
+def _is_rehearsal(pending: list[Pending]) -> bool:
+    """Whether a first step is torch's way to get the state made: no rate, no gradient.
+
+    torch.distributed.checkpoint does this to learn what it may load. Such a step does not count.
+    """
+    rates = [getattr(p.hyper, "lr", None) for p in pending]
+    return all(map(_is_zero, rates)) and sharded.without_gradient(pending)
+
+
+def _is_zero(lr: float | Tensor | None) -> bool:
+    """Whether a rate is 0, as far as that can be known without waiting for a device."""
+    rate = None if lr is None else host_scalar(lr)
+    return isinstance(rate, float) and rate == 0.0
 
 
 def _as_list(params: object) -> list[Any]:
@@ -502,6 +525,11 @@ def _names(group: dict[str, Any], first: int) -> Iterable[str]:
 
 
 def _check_parameter(name: str, param: Tensor) -> None:
+    if getattr(param, "_fsdp_flattened", False):  # and with use_orig_params=True, a piece of one
+        raise TypeError(
+            f"parameter {name!r} is a flat parameter of FullyShardedDataParallel, which has lost "
+            "its rows and columns; shard with torch.distributed.fsdp.fully_shard instead"
+        )
     if param.dtype in SUPPORTED_DTYPES:
         return
     remedy = "leave it out of the parameter list"

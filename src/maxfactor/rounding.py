@@ -37,9 +37,12 @@ def is_stochastic(dtype: torch.dtype, hyper: Hyper) -> bool:
 
 
 def rounded(
-    w: Tensor, dtype: torch.dtype, hyper: Hyper, t: float | Tensor, start: int = 0
+    w: Tensor, dtype: torch.dtype, hyper: Hyper, t: float | Tensor, start: int | Tensor = 0
 ) -> Tensor:
-    """Return `w` in `dtype`; `start` is the position of its first element in the parameter."""
+    """Return `w` in `dtype`.
+
+    `start` is the position of its first element in the parameter, or a tensor of all positions.
+    """
     if not is_stochastic(dtype, hyper):
         return w.to(dtype)
     noise = position_noise(w, noise_key(hyper.seed or 0, t), start)
@@ -65,11 +68,14 @@ def noise_key(seed: int, t: float | Tensor) -> Tensor | int:
     return mix((seed_key(seed) + step) & MASK)
 
 
-def position_noise(w: Tensor, key: Tensor | int, start: int) -> Tensor:
+def position_noise(w: Tensor, key: Tensor | int, start: int | Tensor) -> Tensor:
     """32 random bits for each element of `w`, as int32, whose arithmetic is that of 32 bits.
 
     A light hash, four operations on the GPU. For one element the bits are uniform over the keys.
     """
+    if isinstance(start, Tensor):
+        word = ((start & MASK) * GOLDEN + (start >> 32) * HIGH_WORD + key) & MASK
+        return scattered(as_int32(word).to(torch.int32).view(w.shape))
     end = start + w.numel()
     cuts = [start, *range((start // HALF + 1) * HALF, end, HALF), end]  # one high word in each part
     parts = [part_noise(a, b - a, key, w.device) for a, b in pairwise(cuts)]
@@ -80,6 +86,11 @@ def part_noise(start: int, count: int, key: Tensor | int, device: torch.device) 
     """The noise of `count` positions from `start` on."""
     first = as_int32(((start & MASK) * GOLDEN + (start >> 32) * HIGH_WORD + key) & MASK)
     word = torch.arange(count, dtype=torch.int32, device=device).mul_(as_int32(GOLDEN)).add_(first)
+    return scattered(word)
+
+
+def scattered(word: Tensor) -> Tensor:
+    """The last stage of the hash, in place."""
     return word.bitwise_xor_(upper_bits(word, 16)).mul_(as_int32(SCATTER))
 
 

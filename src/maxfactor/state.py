@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from maxfactor.placement import from_local, is_sharded, kept_on, local, moved
 from maxfactor.quantize import blocks_of
 
 if TYPE_CHECKING:
@@ -37,6 +38,14 @@ class Factoring:
     row: Shape
     col: Shape
     scale: Shape  # one for each 64 values of a row
+    row_dims: Shape  # the tensor's dimensions that R has, and those that C has
+    col_dims: Shape
+
+    def of_shard(self, shape: Shape) -> Factoring:
+        """The same view of a shard, whose own shape might suggest another."""
+        if len(self.matrix) > 2:
+            return _as_batch(shape)
+        return _split_at(shape, len(self.row_dims))
 
 
 @lru_cache(maxsize=4096)
@@ -55,22 +64,35 @@ def factoring(shape: Shape, factor: str) -> Factoring | None:
     ndim = len(shape)
     if ndim < 2:
         return None
-    if factor == "last":
-        matrix = shape if ndim == 2 else (math.prod(shape[:-2]), *shape[-2:])
-        return Factoring(
-            matrix,
-            row=(*shape[:-1], 1),
-            col=(*shape[:-2], 1, shape[-1]),
-            scale=(*shape[:-1], blocks_of(shape[-1])),
-        )
+    if factor == "last" and ndim > 2:
+        return _as_batch(shape)
     splits = range(1, ndim)
     split = min(splits, key=lambda k: math.prod(shape[:k]) + math.prod(shape[k:]))  # first of ties
+    return _split_at(shape, split)
+
+
+def _split_at(shape: Shape, split: int) -> Factoring:
+    ndim = len(shape)
     m, n = math.prod(shape[:split]), math.prod(shape[split:])
     return Factoring(
         matrix=(m, n),
         row=(*shape[:split], *(1,) * (ndim - split)),
         col=(*(1,) * split, *shape[split:]),
         scale=(*shape[:split], blocks_of(n), *(1,) * (ndim - split - 1)),
+        row_dims=tuple(range(split)),
+        col_dims=tuple(range(split, ndim)),
+    )
+
+
+def _as_batch(shape: Shape) -> Factoring:
+    last = len(shape) - 1
+    return Factoring(
+        matrix=(math.prod(shape[:-2]), *shape[-2:]),
+        row=(*shape[:-1], 1),
+        col=(*shape[:-2], 1, shape[-1]),
+        scale=(*shape[:-1], blocks_of(shape[-1])),
+        row_dims=tuple(range(last)),
+        col_dims=(*range(last - 1), last),
     )
 
 
@@ -112,12 +134,42 @@ def init_state(param: Tensor, hyper: Hyper, *, step_on_device: bool = False) -> 
     """
     dtypes = state_dtypes(tuple(param.shape), hyper)
     state = {
-        key: torch.zeros(shape, dtype=dtypes[key], device=param.device)
+        key: _zeros(param, key, shape, dtypes[key], hyper)
         for key, shape in state_shapes(tuple(param.shape), hyper).items()
         if key != "step"
     }
     device = param.device if step_on_device else "cpu"
     return {"step": torch.zeros((), dtype=torch.float32, device=device), **state}
+
+
+def _zeros(param: Tensor, key: str, shape: Shape, dtype: torch.dtype, hyper: Hyper) -> Tensor:
+    if not is_sharded(param):
+        return torch.zeros(shape, dtype=dtype, device=param.device)
+    part = torch.zeros(shard_shape(param, key, shape, hyper), dtype=dtype, device=param.device)
+    placements = kept_on(param.placements, shared_dims(param, key, hyper))
+    return from_local(part, param.device_mesh, placements, shape)
+
+
+def shared_dims(param: Tensor, key: str, hyper: Hyper) -> Shape:
+    """The dimensions along which a shard of the parameter is a shard of its state tensor."""
+    layout = factoring(tuple(param.shape), hyper.factor)
+    if layout is None or key in ("variance", "momentum"):
+        return tuple(range(param.dim())) if key in ("variance", "momentum") else ()
+    # Rows are cut between blocks of 64 values or not at all, so blocks are cut as columns are.
+    of_scale = (*layout.row_dims, layout.col_dims[0])
+    dims = {"row_var": layout.row_dims, "col_var": layout.col_dims, "momentum_scale": of_scale}
+    return dims.get(key, ())
+
+
+def shard_shape(param: Tensor, key: str, shape: Shape, hyper: Hyper) -> Shape:
+    """The shape that this rank holds of a state tensor."""
+    layout, part = factoring(tuple(param.shape), hyper.factor), tuple(local(param).shape)
+    if key in ("variance", "momentum"):
+        return part
+    if layout is None:
+        return shape
+    own = layout.of_shard(part)
+    return {"row_var": own.row, "col_var": own.col, "momentum_scale": own.scale}.get(key, shape)
 
 
 def check_loaded(name: str, param: Tensor, loaded: dict[str, Any], hyper: Hyper) -> None:
@@ -164,10 +216,11 @@ def check_kept(name: str, param: Tensor, state: State, hyper: Hyper) -> None:
 
 
 def restored(param: Tensor, loaded: State, hyper: Hyper, *, step_on_device: bool = False) -> State:
-    """Copy a checked state for `param` in its own dtypes; torch would cast it to the param's."""
-    devices = {"step": param.device if step_on_device else torch.device("cpu")}
-    dtypes = state_dtypes(tuple(param.shape), hyper)
-    return {
-        key: value.detach().to(device=devices.get(key, param.device), dtype=dtypes[key], copy=True)
-        for key, value in loaded.items()
-    }
+    """Copy a checked state for `param` in its own dtypes; torch would cast it to the param's.
+
+    For a sharded parameter the state of a whole one is cut, and that of other shards is moved.
+    """
+    state = init_state(param, hyper, step_on_device=step_on_device)
+    for key, own in state.items():
+        local(own).copy_(local(moved(loaded[key].detach(), own)))
+    return state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor
 
 from maxfactor.hyper import MaxFactorHyper
+from maxfactor.placement import is_sharded, shards_of
+from maxfactor.quantize import BLOCK, blocks_of
+from maxfactor.state import factoring
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +26,10 @@ FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def choose(works: Sequence[Pending], execution: Execution) -> str:
-    """Return "fused", "foreach" or "plain", or say why what was asked for cannot be."""
+    """Return "sharded", "fused", "foreach" or "plain", or say why what was asked for cannot be."""
+    if any(is_sharded(work.param) or is_sharded(work.grad) for work in works):
+        _check_sharded(works, execution)
+        return "sharded"
     if execution.capturable:
         _check_capturable(works, execution)
     if execution.fused or (execution.fused is None and not execution.foreach):
@@ -100,3 +107,51 @@ def _check_capturable(works: Sequence[Pending], execution: Execution) -> None:
             f"capturable=True with nonfinite={execution.nonfinite!r} needs the fused backend, "
             "the only one that checks without reading back; set nonfinite='ignore'"
         )
+
+
+def _check_sharded(works: Sequence[Pending], execution: Execution) -> None:
+    for name in ("fused", "foreach", "capturable"):
+        if getattr(execution, name):
+            first = next(work.name for work in works if is_sharded(work.param))
+            raise RuntimeError(
+                f"{name}=True cannot be honoured: parameter {first!r} is sharded (a DTensor), and "
+                f"sharded parameters have a backend of their own; leave {name} out"
+            )
+    for work in works:
+        if is_sharded(work.param) != is_sharded(work.grad):
+            which = "parameter" if is_sharded(work.param) else "gradient"
+            raise RuntimeError(
+                f"of parameter {work.name!r} and its gradient only the {which} is a DTensor; make "
+                "both DTensors of one device mesh"
+            )
+        if is_sharded(work.param):
+            _check_placements(work)
+
+
+def _check_placements(work: Pending) -> None:
+    """Refuse shards that the sharded backend cannot step."""
+    param, hyper = work.param, work.hyper
+    assert is_sharded(param)
+    if any(placement.is_partial() for placement in param.placements):
+        raise RuntimeError(
+            f"parameter {work.name!r} is placed as {param.placements}: a sum that was never taken "
+            "cannot be stepped; redistribute it to Shard or Replicate first"
+        )
+    layout = factoring(tuple(param.shape), hyper.factor)
+    store = hyper.momentum_store(is_vector=layout is None)
+    if layout is None or not (store == "int8" or hyper.bands > 1):
+        return
+    cuts = [(i, dim) for i, dim in shards_of(param) if dim in layout.col_dims]
+    for i, dim in cuts:
+        ranks, inner = param.device_mesh.size(i), math.prod(param.shape[dim + 1 :])
+        own = -(-param.shape[dim] // ranks) * inner  # values of a row that the first rank holds
+        in_blocks = own == -(-blocks_of(layout.matrix[-1]) // ranks) * BLOCK
+        if len(cuts) > 1 or dim != layout.col_dims[0] or not in_blocks:
+            remedy = "momentum_dtype='fp32' or 'bf16'"
+            if hyper.bands > 1:
+                remedy = f"bands=1 and {remedy}"
+            raise RuntimeError(
+                f"parameter {work.name!r} {tuple(param.shape)} is placed as {param.placements}, "
+                f"which cuts its rows within blocks of {BLOCK} values that belong together; set "
+                f"{remedy}, or shard it along its rows"
+            )

@@ -1,0 +1,76 @@
+"""Several processes over loopback that run the cases of a test file, started once for all of them.
+
+A case is a function of (rank, world) at the top of a module; what it raises on any rank fails the
+test that asked for it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LIMIT = 60.0  # seconds for one case on all ranks
+
+
+class Ranks:
+    """`world` processes with one gloo group."""
+
+    def __init__(self, world: int) -> None:
+        context = mp.get_context("spawn")
+        wait = timedelta(seconds=LIMIT)
+        self.store = dist.TCPStore("127.0.0.1", 0, None, True, wait, wait_for_workers=False)  # type: ignore[attr-defined]
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(world):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=serve, args=(rank, world, self.store.port, theirs), daemon=True
+            )
+            process.start()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def run(self, case: Callable[..., Any], *args: object) -> list[Any]:
+        """Run `case(*args)` on every rank; return what each returned."""
+        for pipe in self.pipes:
+            pipe.send((case, args))
+        answers = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(LIMIT):
+                self.stop()
+                raise TimeoutError(f"rank {rank} did not finish {case.__name__}{args}")
+            answers.append(pipe.recv())
+        errors = [f"rank {i}: {text}" for i, (text, _) in enumerate(answers) if text]
+        assert not errors, "\n".join(errors)
+        return [value for _, value in answers]
+
+    def stop(self) -> None:
+        """End the processes that were started here."""
+        for process in self.processes:
+            process.terminate()
+            process.join()
+
+
+def serve(rank: int, world: int, port: int, pipe: Connection) -> None:
+    """Run what is asked for until the parent ends."""
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=LIMIT)
+    store = dist.TCPStore("127.0.0.1", port, None, False, limit)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    while True:
+        try:
+            case, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer: tuple[str | None, Any] = (None, case(*args))
+        except BaseException:  # whatever it was, the parent reports it
+            answer = (traceback.format_exc(), None)
+        pipe.send(answer)
