@@ -93,8 +93,8 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def same(ours: Tensor, theirs: Tensor, what: str) -> None:
-    """Equal to 1e-6, on this rank, to what a single process has of the whole tensor."""
+def same(ours: Tensor, theirs: Tensor, what: str, noise: float = 1e-6) -> None:
+    """Equal to `noise`, on this rank, to what a single process has of the whole tensor."""
     assert ours.dtype == theirs.dtype, what
     assert ours.shape == theirs.shape, what
     # What the momentum averages is of the order of 1, and may cancel.
@@ -109,7 +109,7 @@ def same(ours: Tensor, theirs: Tensor, what: str) -> None:
     if ours.dtype == torch.int8:
         assert int((ours.int() - theirs.int()).abs().sum()) <= 2, what  # on the edge of a code
         return
-    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6 * size, msg=lambda m: what + m)
+    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=noise * size, msg=lambda m: what + m)
 
 
 def same_state(ours: dict[str, Tensor], theirs: dict[str, Tensor], what: str) -> None:
@@ -131,7 +131,12 @@ def optimizer_for(rule: str, params: list[Tensor], settings: dict[str, Any]) -> 
 
 
 def equals_one_process(
-    ranks: int, rule: str, settings: dict[str, Any], layout: Layout, shapes: list[Shape]
+    ranks: int,
+    rule: str,
+    settings: dict[str, Any],
+    layout: Layout,
+    shapes: list[Shape],
+    noise: float = 1e-6,
 ) -> None:
     """All shapes in one optimizer, next to the same without shards."""
     mesh = mesh_of(ranks) if len(layout) == 1 else mesh_of(2, ranks // 2)
@@ -150,7 +155,7 @@ def equals_one_process(
         sharded.step()
         for case, param, shard in zip(cases, params, shards, strict=True):
             what = f"{tuple(param.shape)} at {t}"
-            same(shard.detach(), param.detach(), f"parameter {what}: ")
+            same(shard.detach(), param.detach(), f"parameter {what}: ", noise)
             same_state(sharded.state[shard], single.state[param], what)
             assert shard.grad is not None
             same(shard.grad, case.grads[t], "the gradient is the user's: ")
@@ -197,6 +202,16 @@ def test_momentum(four: Ranks, name: str, layout: Layout) -> None:
 def test_momentum_in_blocks(four: Ranks, name: str) -> None:
     four.run(equals_one_process, 2, "maxfactor", IN_BLOCKS[name], (0,), SHAPES + WIDE)
     four.run(equals_one_process, 2, "maxfactor", IN_BLOCKS[name], (1,), WIDE)
+
+
+@pytest.mark.parametrize("layout", [(0,), (1,), (2,), (None,), (0, 1)], ids=str)
+def test_orthogonal(four: Ranks, layout: Layout) -> None:
+    """The iteration makes the last digits of the sums larger."""
+    filtered = {"momentum": 0.9, "nesterov": True, "momentum_dtype": "fp32"}
+    for settings in ({}, filtered, MOMENTA["fam fp32"]):
+        chosen = settings | {"direction": "orthogonal"}
+        ranks = 2 * len(layout)
+        four.run(equals_one_process, ranks, "maxfactor", chosen, layout, SHAPES, 1e-5)
 
 
 # -------------------------------------------------------------------------------- collectives

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -315,3 +316,119 @@ def test_flat_parameters_are_refused(use_orig_params: bool) -> None:
     )
     with pytest.raises(TypeError, match=r"flat parameter of .*fully_shard instead"):
         MaxFactor(flat.parameters())
+
+
+# ------------------------------------------------------------------- what needs no messages
+
+
+def zero_redundancy() -> None:
+    """ZeRO-1: each rank steps its own parameters; the whole state loads into a plain run."""
+    # Here, because importing it warns of something in torch that is deprecated.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    net, single = sharded("plain"), sharded("plain")
+    assert net is not None
+    assert single is not None
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), MaxFactor, lr=0.02)
+    other = MaxFactor(single.parameters(), lr=0.02)
+    for t in range(4):
+        give_gradients(net, t)
+        give_gradients(single, t)
+        optimizer.step()
+        other.step()
+    for ours, theirs in zip(net.parameters(), single.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    optimizer.consolidate_state_dict(to=0)
+    if torch.distributed.get_rank() == 0:
+        again = MaxFactor(net.parameters(), lr=0.02)
+        again.load_state_dict(optimizer.state_dict())
+        for ours, theirs in zip(net.parameters(), single.parameters(), strict=True):
+            for key, value in other.state[theirs].items():
+                assert torch.equal(again.state[ours][key], value)
+
+
+def test_zero_redundancy(four: Ranks) -> None:
+    four.run(zero_redundancy)
+
+
+def data_parallel() -> list[float]:
+    """Copies with torch's own averaging; our step sends nothing."""
+    net = Net()
+    filled(net)
+    wrapped = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
+    optimizer = MaxFactor(net.parameters(), momentum={"warmup": 5})
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    for _ in range(20):
+        optimizer.zero_grad()
+        wrapped(torch.randn(4, 8, generator=generator)).square().mean().backward()
+        with CommDebugMode() as counted:
+            optimizer.step()
+        assert counted.get_total_counts() == 0
+    return [float(param.detach().double().sum()) for param in net.parameters()]
+
+
+def test_data_parallel(four: Ranks) -> None:
+    first, *others = four.run(data_parallel)
+    assert others == [first] * 3
+
+
+# ------------------------------------------------------------------------- late materialisation
+
+
+def materialised_late(when: str) -> None:
+    """Built on the meta device, sharded, then given memory; the optimizer before or after."""
+    mesh, single = mesh_of(2), sharded("plain")
+    if mesh is None:
+        return
+    assert single is not None
+    with torch.device("meta"):
+        net = Net()
+    fully_shard(net, mesh=mesh)
+    early = MaxFactor(net.named_parameters()) if when == "before" else None
+    net.to_empty(device="cpu")
+    filled(net)
+    optimizer = early or MaxFactor(net.named_parameters())
+    other = MaxFactor(single.named_parameters())
+    for t in range(3):
+        give_gradients(net, t)
+        give_gradients(single, t)
+        optimizer.step()
+        other.step()
+    same_as_plain(net, optimizer, single, other)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_meta_device(four: Ranks, when: str) -> None:
+    four.run(materialised_late, when)
+
+
+def keeps_bits(folder: str) -> None:
+    """Float32 statistics and int8 momentum of bfloat16 parameters through a checkpoint."""
+    settings: dict[str, Any] = {"momentum": {"warmup": 2}, "seed": 1}
+    net, again = sharded("fsdp 4"), sharded("fsdp 4")
+    assert net is not None
+    assert again is not None
+    net, again = net.bfloat16(), again.bfloat16()
+    optimizer = MaxFactor(net.named_parameters(), **settings)
+    for t in range(3):
+        give_gradients(net, t)
+        optimizer.step()
+    model, state = get_state_dict(net, optimizer)
+    save({"model": model, "optimizer": state}, checkpoint_id=folder)
+    fresh = MaxFactor(again.named_parameters(), **settings)
+    model, state = get_state_dict(again, fresh)
+    content: dict[str, Any] = {"model": model, "optimizer": state}
+    load(content, checkpoint_id=folder)
+    set_state_dict(
+        again, fresh, model_state_dict=content["model"], optim_state_dict=content["optimizer"]
+    )
+    for ours, theirs in zip(again.parameters(), net.parameters(), strict=True):
+        assert torch.equal(local(ours), local(theirs))
+        for key, value in optimizer.state[theirs].items():
+            mine = fresh.state[ours][key]
+            assert mine.dtype == value.dtype
+            assert torch.equal(local(mine), local(value)), key
+
+
+def test_bfloat16_checkpoints(four: Ranks, tmp_path: Path) -> None:
+    four.run(keeps_bits, str(tmp_path))

@@ -8,7 +8,8 @@ A step has three rounds, each with at most one all-reduce for each process group
 
 Each parameter is a generator that yields what it needs of the other ranks; all of them go through
 the rounds together. Means and factors are those of the whole tensor, so nothing depends on how it
-was cut but the order of the sums. Copies (DDP, HSDP, plain tensors) need no messages.
+was cut but the order of the sums. Copies (DDP, HSDP, plain tensors) need no messages. The
+orthogonal direction gathers each of its matrices, on every rank.
 """
 
 from __future__ import annotations
