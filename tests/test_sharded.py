@@ -156,9 +156,10 @@ def equals_one_process(
         for case, param, shard in zip(cases, params, shards, strict=True):
             what = f"{tuple(param.shape)} at {t}"
             same(shard.detach(), param.detach(), f"parameter {what}: ", noise)
-            same_state(sharded.state[shard], single.state[param], what)
             assert shard.grad is not None
             same(shard.grad, case.grads[t], "the gradient is the user's: ")
+            if t in (0, STEPS - 1):  # what went wrong in between would be there in the end
+                same_state(sharded.state[shard], single.state[param], what)
     assert sharded.effective_lr() == pytest.approx(single.effective_lr(), rel=1e-6)
 
 
@@ -166,7 +167,7 @@ def equals_one_process(
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("layout", [(0,), (1,), (2,), (None,)], ids=str)
+@pytest.mark.parametrize("layout", [(0,), (1,), (2,)], ids=str)
 def test_maxfactor(four: Ranks, name: str, layout: Layout) -> None:
     four.run(equals_one_process, 2, "maxfactor", SETTINGS[name], layout, SHAPES)
 
@@ -183,6 +184,11 @@ def test_adafactor(four: Ranks, layout: Layout) -> None:
     four.run(equals_one_process, 2, "adafactor", {}, layout, SHAPES)
     absolute = {"lr": 0.03, "weight_decay": 0.2, "clip_threshold": 0.4, "factor": "last"}
     four.run(equals_one_process, 2, "adafactor", absolute, layout, SHAPES)
+
+
+def test_copies(four: Ranks) -> None:
+    four.run(equals_one_process, 2, "maxfactor", {}, (None,), SHAPES)
+    four.run(equals_one_process, 2, "maxfactor", IN_BLOCKS["fam int8"], (None,), SHAPES)
 
 
 @pytest.mark.parametrize("layout", [(0, 1), (0, 0), (None, 0), (1, 0), (2, None)], ids=str)
@@ -208,7 +214,7 @@ def test_momentum_in_blocks(four: Ranks, name: str) -> None:
 def test_orthogonal(four: Ranks, layout: Layout) -> None:
     """The iteration makes the last digits of the sums larger."""
     filtered = {"momentum": 0.9, "nesterov": True, "momentum_dtype": "fp32"}
-    for settings in ({}, filtered, MOMENTA["fam fp32"]):
+    for settings in ({}, filtered):
         chosen = settings | {"direction": "orthogonal"}
         ranks = 2 * len(layout)
         four.run(equals_one_process, ranks, "maxfactor", chosen, layout, SHAPES, 1e-5)
