@@ -22,11 +22,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,7 +33,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-import maxfactor
+from maxfactor.bench.step_time import versions
 from momentum_tables import TABLES, Entry, entries_of
 from momentum_variants import variant
 from side_by_side import Workers, shared_gpu
@@ -61,7 +59,6 @@ RESULTS = ROOT / "benchmarks" / "results" / "momentum_study.json"
 SEEDS = (0, 1, 2)
 MOST_EXTENSIONS = 2  # rates that are added beyond the edge of those given
 HOPELESS = 95.0  # per cent of the words wrong
-PACKAGES = ("torch", "triton", "transformers", "numpy")
 
 
 # -------------------------------------------------------------------------- what is to do
@@ -270,14 +267,8 @@ def speech_of(runs: Sequence[Run]) -> list[Speech]:
 def machine(device: str) -> Record:
     """Where and with what; nothing that names a person or a machine."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
-    versions = {"python": platform.python_version(), "maxfactor": maxfactor.__version__}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return {"date": today, "device": name, "cores": os.cpu_count(), "versions": versions}
+    return {"date": today, "device": name, "cores": os.cpu_count(), "versions": versions()}
 
 
 # ----------------------------------------------------------------------------- the check

@@ -53,6 +53,7 @@ PACKAGES = (
     "torch",
     "triton",
     "numpy",
+    "transformers",
     "torch-optimi",
     "bitsandbytes",
     "torchao",
