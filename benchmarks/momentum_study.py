@@ -25,6 +25,7 @@ import datetime
 import json
 import math
 import os
+import re
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -186,7 +187,9 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of the results")
     parser.add_argument("--cache", type=Path, help="folder of the speech; OUT/cache")
     parser.add_argument("--stage", choices=("search", "seeds", "all"), default="all")
-    parser.add_argument("--only", default="", help="rows whose name has this in it")
+    parser.add_argument(
+        "--only", default="", help="rows, as 'TABLE: NAME', by a regular expression"
+    )
     parser.add_argument("--graph", choices=("whole", "half", "eager"), default="whole")
     parser.add_argument(
         "--mps", action=argparse.BooleanOptionalAction, default=True, help="share the GPU by MPS"
@@ -213,7 +216,11 @@ def run_tables(
     """Do the runs of some tables that are not done, in their order; return whether all are."""
     begun = time.monotonic()
     rows = {
-        table: [row for row in entries_of(table, options.quick) if options.only in row.name]
+        table: [
+            row
+            for row in entries_of(table, options.quick)
+            if re.search(options.only, f"{table}: {row.name}")
+        ]
         for table in tables
     }
     whose: dict[str, str] = {}
@@ -283,8 +290,8 @@ def check(cache: Path, options: argparse.Namespace) -> None:
     The losses of two trainings drift apart by rounding, so the first few steps tell.
     """
     device = torch.device(options.device)
-    rows = [row for row in entries_of("main", options.quick) if options.only in row.name]
-    rows += [row for row in entries_of("bands", options.quick) if options.only in row.name]
+    rows = [row for row in entries_of("main", options.quick) if re.search(options.only, row.name)]
+    rows += [row for row in entries_of("bands", options.quick) if re.search(options.only, row.name)]
     runs = {row.name: replace(row.run, steps=min(CHECK_STEPS, row.run.steps)) for row in rows}
     prepare(speech_of(list(runs.values())), cache, os.cpu_count() or 1)
     sets = FeatureSets(cache, device)

@@ -9,7 +9,7 @@ import maxfactor
 from speech_runs import Run, quick
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,14 @@ def main_table() -> list[Entry]:
     ]
 
 
+def short_table() -> list[Entry]:
+    """Peers and recipes with half the steps, where more words are still wrong."""
+    names = ("muon + adamw", "speech", "adamw, clip 1", "fam")
+    return [
+        replace(row, run=replace(row.run, steps=750)) for row in main_table() if row.name in names
+    ]
+
+
 def vectors_table() -> list[Entry]:
     """What `speech` does with everything but the hidden matrices."""
     rates = (0.01, 0.02, 0.04)
@@ -99,65 +107,81 @@ def vectors_table() -> list[Entry]:
     return [*found, mixed, *floors]
 
 
-def momenta(**settings: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and settings of momentum: FAM, and fixed memories."""
-    yield "FAM", {"momentum": fam(), **settings}
-    for beta in (0.95, 0.9, 0.98, 0.8):
-        yield f"EMA {beta:g}", {"momentum": beta, **settings}
+FIXED = (0.95, 0.9, 0.98, 0.8)
 
 
 def momentum_table() -> list[Entry]:
-    """None, fixed memories, FAM; all with sign_max."""
-    found = [entry(name, "fam", OURS, **settings) for name, settings in momenta()]
-    found += [
-        entry("FAM, 8 bands", "fam", OURS, momentum=fam(bands=8)),
+    """FAM up to several longest memories, fixed memories, none; factored, then sign_max."""
+    found = []
+    for direction in ("factored", "sign_max"):
         # FAM is at its longest memory for most of a training: is that too long?
-        entry("FAM, beta_max 0.95", "fam", OURS, momentum=fam(beta_max=0.95)),
-        entry("FAM, beta_max 0.9", "fam", OURS, momentum=fam(beta_max=0.9)),
-        entry(
-            "FAM, beta_max 0.95, factored",
-            "fam",
-            OURS,
-            momentum=fam(beta_max=0.95),
-            direction="factored",
-        ),
-        entry("none", "fam", OURS, momentum=None),
-    ]
-    for beta in (0.9, 0.95):
-        pinned = fam(beta_min=beta, beta_max=beta, start=beta)
-        found.append(entry(f"EMA {beta:g} with FAM's mix", "fam", OURS, momentum=pinned))
-    found.append(entry("EMA 0.95, nesterov", "fam", OURS, momentum=0.95, nesterov=True))
+        longest = {f"FAM up to {b:g}": fam(beta_max=b) for b in (0.95, 0.98, 0.9)}
+        momentums: dict[str, Any] = {**longest, **{f"EMA {beta:g}": beta for beta in FIXED}}
+        momentums |= {
+            "none": None,
+            "FAM up to 0.98, 8 bands": fam(bands=8),
+            "EMA 0.95 with FAM's mix": fam(beta_min=0.95, beta_max=0.95, start=0.95),
+        }
+        found += [
+            entry(f"{name}, {direction}", "fam", OURS, momentum=momentum, direction=direction)
+            for name, momentum in momentums.items()
+        ]
+        look_ahead = {"momentum": 0.95, "nesterov": True, "direction": direction}
+        found.append(entry(f"EMA 0.95 with nesterov, {direction}", "fam", OURS, **look_ahead))
     return found
 
 
 def batch_table() -> list[Entry]:
-    """FAM and fixed memories at three batch sizes."""
-    sizes = ((8, 1500, (0.005, 0.01, 0.02)), (48, 1500, OURS), (192, 1000, (0.01, 0.02, 0.04)))
-    return [
-        entry(f"batch {batch}: {name}", "fam", rates, batch=batch, steps=steps, **settings)
-        for batch, steps, rates in sizes
-        for name, settings in momenta()
-    ]
+    """The memory of `fam` and fixed ones at three batch sizes."""
+    sizes = (
+        (48, 1500, (0.01, 0.02, 0.04)),
+        (8, 1500, (0.005, 0.01, 0.02)),
+        (192, 600, (0.04, 0.08)),
+    )
+    found = []
+    for batch, steps, rates in sizes:
+        size: dict[str, Any] = {"batch": batch, "steps": steps}
+        found.append(entry(f"batch {batch}: fam", "fam", rates, **size))
+        found += [
+            entry(f"batch {batch}: EMA {beta:g}", "fam", rates, momentum=beta, **size)
+            for beta in FIXED
+        ]
+    return found
 
 
 def range_table() -> list[Entry]:
     """How far a learning rate may be off, up to ten times the usual one."""
     ours = (0.005, 0.01, 0.02, 0.04, 0.08, 0.2)
-    found = [
-        entry(f"{recipe}, {scale} scale", recipe, ours, every_rate=True, scale=scale)
-        for recipe in ("speech", "fam")
-        for scale in ("initial", "current")
+    rows: list[tuple[str, str, dict[str, Any]]] = [
+        ("speech", "speech", {}),
+        ("speech, current scale", "speech", {"scale": "current"}),
+        ("fam", "fam", {}),
+        ("fam, initial scale", "fam", {"scale": "initial"}),
     ]
+    found = [entry(name, recipe, ours, **settings) for name, recipe, settings in rows]
     adamw = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 2e-2)
-    return [*found, entry("adamw, clip 1", "adamw", adamw, every_rate=True, clip=1.0)]
+    return [entry("adamw, clip 1", "adamw", adamw, clip=1.0), *found]
 
 
 def stores_table() -> list[Entry]:
-    """How the momentum is kept."""
+    """How the momentum is kept, each recipe at its best rate of `main`."""
     return [
-        entry(f"{recipe}, {store}", recipe, (0.01, 0.02), every_rate=True, momentum_dtype=store)
-        for recipe in ("speech", "fam")
-        for store in ("int8", "fp32", "bf16")
+        entry(f"{recipe}, {store}", recipe, (rate,), momentum_dtype=store)
+        for store in ("fp32", "int8", "bf16")
+        for recipe, rate in (("speech", 0.02), ("fam", 0.08))
+    ]
+
+
+def lean_table() -> list[Entry]:
+    """Without momentum: what the step is scaled by, and weight decay."""
+    rates = (0.01, 0.02, 0.04)
+    current = {"vector": {"scale": "current"}}
+    return [
+        entry("initial scale, vectors current", "lean", rates, scale="initial", by_kind=current),
+        entry("weight decay 0.1", "lean", rates, weight_decay=0.1),
+        entry("as it is", "lean", (0.01, 0.02, 0.04, 0.08)),
+        entry("initial scale", "lean", rates, scale="initial"),
+        entry("no clip of the update", "lean", rates, d=1e9),
     ]
 
 
@@ -213,8 +237,8 @@ def bands_table() -> list[Entry]:
 def finetune_table() -> list[Entry]:
     """A model that learnt English with AdamW learns another language in 500 steps."""
     rates: dict[str, tuple[float, ...]] = {
-        "speech": (0.002, 0.005, 0.01, 0.02, 0.04),
         "adamw": (1e-4, 3e-4, 1e-3, 2e-3, 4e-3),
+        "speech": (0.002, 0.005, 0.01, 0.02, 0.04),
         "fam": (0.002, 0.005, 0.01, 0.02, 0.04),
         "muon": (0.002, 0.005, 0.01, 0.02, 0.04),
         "lean": (0.005, 0.01, 0.02, 0.04, 0.08),
@@ -224,34 +248,35 @@ def finetune_table() -> list[Entry]:
     names = {"de": "German", "es": "Spanish"}
     return [
         entry(
-            f"{names[language]}: {name}",
+            f"{names[language]}, {train} utterances: {name}",
             name,
             own,
             clip=1.0 if name == "adamw" else None,
             steps=500,
             language=language,
             start="english",
-            train=12_000,
+            train=train,
         )
-        for language in ("de", "es")
+        for language, train in (("de", 600), ("de", 12_000), ("es", 12_000))
         for name, own in rates.items()
     ]
 
 
 def large_table() -> list[Entry]:
-    """A larger model: width 384, four layers each, batch 64, 2500 steps."""
-    large: dict[str, Any] = {"size": "large", "batch": 64, "steps": 2500}
+    """A larger model: width 384, four layers each, batch 64."""
+    large: dict[str, Any] = {"size": "large", "batch": 64, "steps": 1500}
     return [
-        entry("speech", "speech", (0.01, 0.02), **large),
-        entry("adamw, clip 1", "adamw", (1e-3, 2e-3), clip=1.0, **large),
-        entry("muon + adamw", "muon", (0.01, 0.02), **large),
-        entry("fam", "fam", (0.01, 0.02), **large),
-        entry("adamw", "adamw", (1e-3, 2e-3), **large),
+        entry("adamw, clip 1", "adamw", (2.5e-4, 5e-4, 1e-3, 2e-3), clip=1.0, **large),
+        entry("fam", "fam", (0.02, 0.04, 0.08), **large),
+        entry("speech", "speech", (0.02, 0.04), **large),
+        entry("adamw", "adamw", (2.5e-4, 5e-4, 1e-3, 2e-3), **large),
+        entry("muon + adamw", "muon", (0.0025, 0.005, 0.01, 0.02), **large),
     ]
 
 
 TABLES: dict[str, Callable[[], list[Entry]]] = {
     "main": main_table,
+    "short": short_table,
     "vectors": vectors_table,
     "finetune": finetune_table,
     "range": range_table,
@@ -259,6 +284,7 @@ TABLES: dict[str, Callable[[], list[Entry]]] = {
     "batch": batch_table,
     "large": large_table,
     "stores": stores_table,
+    "lean": lean_table,
     "clip": clip_table,
     "bands": bands_table,
     "directions": directions_table,

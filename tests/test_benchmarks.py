@@ -203,8 +203,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_momentum_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A row of a table from the speech to the report, stopped in between and gone on with."""
-    study(tmp_path, "stores", "--only", "fam, int8", "--stage", "search")
-    path = tmp_path / "stores.jsonl"
+    study(tmp_path, "clip", "--only", "fam, from sums", "--stage", "search")
+    path = tmp_path / "clip.jsonl"
     found = lines(path)
     assert [run["run"]["lr"] for run in found] == [0.01, 0.02]
     for run in found:
@@ -215,17 +215,17 @@ def test_momentum_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert 1.0 < run["state_bytes_per_parameter"] < 2.0
 
     path.write_text(path.read_text() + '{"run": {"optimizer": "fam", "lr"')  # cut off by a crash
-    study(tmp_path, "stores", "--only", "fam, int8", "--minutes", "0")  # no time for the others
+    study(tmp_path, "clip", "--only", "fam, from sums", "--minutes", "0")  # no time for the others
     assert len(momentum_study.Results.read(tmp_path).done) == 2
-    study(tmp_path, "stores", "--only", "fam, int8", "--stage", "search")  # which is all done
+    study(tmp_path, "clip", "--only", "fam, from sums", "--stage", "search")  # which is all done
     assert len(momentum_study.Results.read(tmp_path).done) == 2
 
     capsys.readouterr()
     study(tmp_path, "report")
-    assert "| fam, int8 * | " in capsys.readouterr().out
+    assert "| fam, from sums of squares * | " in capsys.readouterr().out
     text = (tmp_path / "all.json").read_text()
     written = json.loads(text)
-    assert [row["name"] for row in written["tables"]["stores"]] == ["fam, int8"]
+    assert [row["name"] for row in written["tables"]["clip"]] == ["fam, from sums of squares"]
     assert len(written["runs"]) == 2
     assert {"date", "device", "versions"} <= written["machine"].keys()
     assert socket.gethostname() not in text

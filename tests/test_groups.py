@@ -268,14 +268,15 @@ def test_lean() -> None:
 
 def test_fam() -> None:
     found = settings_by_kind("fam", "direction", "momentum", "momentum_dtype", "weight_decay", "lr")
-    decayed = ["sign_max", asdict(FAM()), "int8", 0.01, 0.02]
+    adaptive = FAM(beta_max=0.95)
+    decayed = ["factored", asdict(adaptive), "int8", 0.01, 0.04]
     assert found == {
         "hidden": decayed,
         "embedding": decayed,
         "head": decayed,
-        "vector": ["sign_max", asdict(FAM()), "int8", 0.0, 0.02],
+        "vector": ["factored", asdict(adaptive), "int8", 0.0, 0.04],
     }
-    assert recipe("fam")["momentum"] == FAM()
+    assert recipe("fam")["momentum"] == adaptive
 
 
 def test_speech() -> None:

@@ -70,15 +70,24 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 # Recipes of our own: version 1.0 but for what is said here.
-FAM_INT8 = {"momentum": FAM(), "momentum_dtype": "int8"}
 BY_KIND: dict[str, Recipe] = {
     "lean": Recipe({**COMMON, "lr": 0.02, "weight_decay": 0.0, "direction": "factored"}),
-    "fam": Recipe({**COMMON, **FAM_INT8, "lr": 0.02, "direction": "sign_max"}),
+    # Longest memory, direction and rate by benchmarks/momentum_study.py, `main`, `batch`, `large`.
+    "fam": Recipe(
+        {
+            **COMMON,
+            "momentum": FAM(beta_max=0.95),
+            "momentum_dtype": "int8",
+            "lr": 0.04,
+            "direction": "factored",
+        }
+    ),
     # By benchmarks/momentum_study.py, tables `main` and `vectors`.
     "speech": Recipe(
         {
             **COMMON,
-            **FAM_INT8,
+            "momentum": FAM(),
+            "momentum_dtype": "int8",
             "lr": 0.02,
             "weight_decay": 0.1,
             "direction": "factored",

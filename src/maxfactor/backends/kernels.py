@@ -581,7 +581,9 @@ def pruned_row_maxima(
         peak = strip_values(peaks, which, rows, m, strips)
         low = tl.load(changes + which * 2, mask=which < strips, other=0.0)
         value = peak.to(tl.float32, bitcast=True) * low[:, None]
-        highest, column = highest_of(value, which[:, None] * COLS_ + (peak & (bundles - 1)) * BUNDLE_)
+        highest, column = highest_of(
+            value, which[:, None] * COLS_ + (peak & (bundles - 1)) * BUNDLE_
+        )
         likeliest = tl.where(highest > least, column, likeliest)
         least = tl.maximum(least, highest)
     real = rows < m
