@@ -1,4 +1,4 @@
-"""Several processes over loopback that run the cases of a test file, started once for all of them.
+"""Several processes over loopback that run the cases of all test files, started once for them.
 
 A case is a function of (rank, world) at the top of a module; what it raises on any rank fails the
 test that asked for it.
@@ -23,15 +23,20 @@ class Ranks:
     """`world` processes with one gloo group."""
 
     def __init__(self, world: int) -> None:
+        self.world = world
+        self.start()
+
+    def start(self) -> None:
+        """Start the processes, which wait for a case."""
         context = mp.get_context("spawn")
         wait = timedelta(seconds=LIMIT)
         self.store = dist.TCPStore("127.0.0.1", 0, None, True, wait, wait_for_workers=False)  # type: ignore[attr-defined]
         self.pipes: list[Connection] = []
         self.processes = []
-        for rank in range(world):
+        for rank in range(self.world):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=serve, args=(rank, world, self.store.port, theirs), daemon=True
+                target=serve, args=(rank, self.world, self.store.port, theirs), daemon=True
             )
             process.start()
             self.pipes.append(mine)
@@ -45,6 +50,7 @@ class Ranks:
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(LIMIT):
                 self.stop()
+                self.start()  # for the cases after this one
                 raise TimeoutError(f"rank {rank} did not finish {case.__name__}{args}")
             answers.append(pipe.recv())
         errors = [f"rank {i}: {text}" for i, (text, _) in enumerate(answers) if text]
