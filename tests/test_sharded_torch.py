@@ -193,8 +193,9 @@ def bits(net: nn.Module, optimizer: MaxFactor, mesh: DeviceMesh) -> dict[Any, st
     found = {}
     for name, param in net.named_parameters():
         for key, value in {"parameter": param, **optimizer.state[param]}.items():
-            place = [mesh.get_local_rank(dim) for dim in cut_by(value, mesh)]
-            found[(name, key, *place)] = digest(value)
+            place = (mesh.get_local_rank(dim) for dim in cut_by(value, mesh))
+            where = (name, key, *place)
+            found[where] = digest(value)
     return found
 
 
