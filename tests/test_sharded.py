@@ -326,6 +326,27 @@ def test_every_matrix_is_orthogonalised_once(
     assert sorted(four.run(orthogonalised_here, layout)) == expected
 
 
+def travels_as_bfloat16() -> None:
+    """As on a GPU, where the iteration itself runs in bfloat16."""
+    mesh = mesh_of(2)
+    if mesh is None:
+        return
+    case, param, shard = pair((8, 6), mesh, (0,))
+    single, sharded = (MaxFactor([p], direction="orthogonal") for p in (param, shard))
+    param.grad, shard.grad = case.grads[0].clone(), placed(case.grads[0], mesh, (0,))
+    single.step()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(deal, "WIRE", {"cpu": torch.bfloat16})
+        sharded.step()
+    move = float((param.detach() - case.weight).abs().max())
+    same(shard.detach(), param.detach(), "parameter: ", 0.02 * move / float(param.abs().max()))
+    assert not torch.equal(local(shard), placed(param.detach(), mesh, (0,)).to_local())
+
+
+def test_matrices_may_travel_as_bfloat16(four: Ranks) -> None:
+    four.run(travels_as_bfloat16)
+
+
 # ---------------------------------------------------------------------- gradients that fail
 
 

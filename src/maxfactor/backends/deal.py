@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 BATCH = 1 << 24  # elements that are orthogonalised in one call
+WIRE = {"cuda": torch.bfloat16}  # what travels, where the iteration itself runs in it
 
 
 @dataclass(frozen=True)
@@ -268,14 +269,15 @@ def exchanged(
     """One message: the tensors for each rank, and those from each rank, whose shapes are known."""
     import torch.distributed as dist
 
-    nothing = torch.empty(0, dtype=torch.float32, device=device)  # a rank may have none to send
-    packed = torch.cat([nothing, *(x.reshape(-1) for to_rank in leaving for x in to_rank)])
+    dtype = WIRE.get(device.type, torch.float32)
+    nothing = torch.empty(0, dtype=dtype, device=device)  # a rank may have none to send
+    packed = torch.cat([nothing, *(x.reshape(-1).to(dtype) for each in leaving for x in each)])
     sent = [sum(x.numel() for x in to_rank) for to_rank in leaving]
     counts = [[math.prod(shape) for shape in from_rank] for from_rank in coming]
     received = [sum(each) for each in counts]
     got = packed.new_empty(sum(received))
     dist.all_to_all_single(got, packed, received, sent, group=group)
     return [
-        [x.view(shape) for x, shape in zip(own.split(sizes), shapes, strict=True)]
+        [x.view(shape).float() for x, shape in zip(own.split(sizes), shapes, strict=True)]
         for own, sizes, shapes in zip(got.split(received), counts, coming, strict=True)
     ]

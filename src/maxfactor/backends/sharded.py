@@ -210,9 +210,7 @@ class Shard:
     def _sums(self) -> list[Share]:
         """Sums of G^2, of W^2, of the moments before; for a factored matrix also by its factors."""
         row_sum = rule.sum_of_squares(self.g, dim=-1)  # (..., m, 1)
-        w_norm = vector_norm(self.w, dtype=torch.promote_types(self.w.dtype, torch.float32))
-        w_sum = w_norm.square().to(torch.float32)
-        shares = [Share(row_sum.sum(), self.everywhere), Share(w_sum, self.everywhere)]
+        shares = [Share(row_sum.sum(), self.everywhere), Share(self._weight_sum(), self.everywhere)]
         if not self.is_factored:
             return [*shares, Share(self.state["variance"].sum(), self.everywhere)]
         within = [*self.along_columns, *self.along_rows]  # not those that cut a batch
@@ -223,6 +221,14 @@ class Shard:
             Share(row_sum, self.along_rows),
             Share(rule.sum_of_squares(self.g, dim=-2), self.along_columns),
         ]
+
+    def _weight_sum(self) -> Tensor:
+        """The sum of W^2; 0 where (3) keeps to what it was at the first step."""
+        if "initial_rms" in self.state and self.t != 1:
+            return torch.zeros((), device=self.w.device)
+        wide = torch.promote_types(self.w.dtype, torch.float32)
+        norm: Tensor = vector_norm(self.w, dtype=wide)
+        return norm.square().to(torch.float32)
 
     def _rates(self, w_sum: Tensor) -> tuple[Scalar, Scalar]:
         """Equations (2) to (4)."""
