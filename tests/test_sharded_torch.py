@@ -169,6 +169,27 @@ def test_orthogonal_shards(four: Ranks, way: str) -> None:
     four.run(equals_plain, way, ORTHOGONAL, 1e-5)
 
 
+def equals_plain_uneven() -> None:
+    """FSDP over tensor parallel cuts one dimension twice, here in parts that differ."""
+    mesh = mesh_of(2, 2)
+    assert mesh is not None
+    net, single = (nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)) for _ in range(2))
+    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(net, mesh=mesh["dp"])
+    optimizer = MaxFactor(filled(net).parameters(), **ORTHOGONAL)
+    other = MaxFactor(filled(single).parameters(), **ORTHOGONAL)
+    for t in range(4):
+        give_gradients(net, t)
+        give_gradients(single, t)
+        optimizer.step()
+        other.step()
+    same_as_plain(net, optimizer, single, other, 1e-5)
+
+
+def test_uneven_strided_shards(four: Ranks) -> None:
+    four.run(equals_plain_uneven)
+
+
 # ------------------------------------------------------------------------------ bits of copies
 
 

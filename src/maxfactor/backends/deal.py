@@ -50,15 +50,15 @@ class Cut:
 class Part:
     """What this rank has of a tensor on its way to its owner, and back.
 
-    `value` is None while the tensor is with other ranks.
+    `value` is None before there is one, and while the tensor is with other ranks.
     """
 
-    def __init__(self, param: Tensor, value: Tensor, layout: Factoring) -> None:
-        self.value: Tensor | None = value
-        self.shape, self.layout, self.device = tuple(param.shape), layout, value.device
+    def __init__(self, param: Tensor, layout: Factoring) -> None:
+        self.value: Tensor | None = None
+        self.shape, self.layout, self.device = tuple(param.shape), layout, param.device
         self.cuts = cuts_of(param)
         self.owner: Shape = ()  # its rank in the group of each cut
-        self.shapes = [tuple(value.shape)]  # before a cut is undone, and after it
+        self.shapes = [tuple(local(param).shape)]  # before a cut is undone, and after it
         for cut in self.cuts:
             self.shapes.append(resized(self.shapes[-1], cut.dim, sum(cut.sizes)))
         self.undone = 0

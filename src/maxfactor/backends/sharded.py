@@ -156,7 +156,9 @@ class Shard:
         g = grad.to(torch.float32).reshape(self.shape)
         self.g = -g if work.hyper.maximize else g
         self.m, self.n = (1, work.param.numel()) if self.layout is None else self.layout.matrix[-2:]
-        self.part: Part | None = None  # of a matrix to be orthogonalised
+        self.part: Part | None = None
+        if self._is_orthogonal and self.layout is not None and work.param.numel():
+            self.part = Part(work.param, self.layout)
         self._find_groups(self.layout)
 
     def _find_groups(self, layout: Factoring | None) -> None:
@@ -339,9 +341,8 @@ class Shard:
             memory = memory_of(hyper, self.t, self.shape[-1], sums)
         y, agreed = self._seen(row, mean, mean_square, memory)
         others = [] if agreed is None or sums is None else [Share(agreed, self.everywhere)]
-        if self._is_orthogonal:
-            assert self.layout is not None
-            self.part = Part(self.work.param, y.reshape(self.w.shape), self.layout)
+        if self.part is not None:
+            self.part.value = y.reshape(self.w.shape)
             del y  # only one copy of all matrices while they travel
             totals = yield others
             move = whole(self.part).reshape(self.shape)
