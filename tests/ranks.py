@@ -6,15 +6,18 @@ test that asked for it.
 
 from __future__ import annotations
 
+import math
 import multiprocessing as mp
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 LIMIT = 60.0  # seconds for one case on all ranks
 
@@ -80,3 +83,15 @@ def serve(rank: int, world: int, port: int, pipe: Connection) -> None:
         except BaseException:  # whatever it was, the parent reports it
             answer = (traceback.format_exc(), None)
         pipe.send(answer)
+
+
+@cache
+def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh | None:
+    """The first ranks in this shape; None on the others, which must ask for it too.
+
+    One for all test files: DTensor takes meshes that are equal for one another, and their process
+    groups with them.
+    """
+    ranks = torch.arange(math.prod(shape)).reshape(shape)
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names)
+    return None if mesh.get_coordinate() is None else mesh

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
-import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 import collectives
 from maxfactor.bench import shapes
-from ranks import Ranks
+from ranks import Ranks, mesh_of
 
 
 def counted_messages(shape: list[int]) -> dict[str, list[tuple[str, int]]] | None:
     """What every optimizer sends, on the ranks that take part."""
-    mesh = DeviceMesh("cpu", torch.arange(math.prod(shape)).reshape(shape))
-    if mesh.get_coordinate() is None:
+    mesh = mesh_of(*shape)
+    if mesh is None:
         return None
     model = shapes.shapes("quick")
     return {each: collectives.counted(each, model, mesh) for each in collectives.CONTENDERS}
@@ -35,8 +32,8 @@ def test_messages_are_as_predicted(four: Ranks, mesh: list[int]) -> None:
 
 
 def adafactor_of_torch() -> list[dict[str, str]] | None:
-    mesh = DeviceMesh("cpu", torch.arange(2))
-    return None if mesh.get_coordinate() is None else collectives.torch_adafactor(mesh)
+    mesh = mesh_of(2)
+    return None if mesh is None else collectives.torch_adafactor(mesh)
 
 
 def test_the_command_that_counts_messages(

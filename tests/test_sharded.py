@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from functools import cache
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ from maxfactor import Adafactor, MaxFactor, recipe
 from maxfactor.backends import deal
 from maxfactor.orthogonal import orthogonal
 from maxfactor.placement import local
-from ranks import Ranks
+from ranks import Ranks, mesh_of
 
 Shape = tuple[int, ...]
 Layout = tuple[int | None, ...]  # the cut dimension for each mesh dimension, None for copies
@@ -82,13 +80,6 @@ def placed(x: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
     cuts = [None if cut is None or cut >= x.dim() else cut for cut in layout]
     placements = [Replicate() if cut is None else Shard(cut) for cut in cuts]
     return distribute_tensor(x, mesh, placements, src_data_rank=None)
-
-
-@cache
-def mesh_of(*shape: int) -> DeviceMesh | None:
-    """The first ranks in this shape; None on the others, which must ask for it too."""
-    mesh = DeviceMesh("cpu", torch.arange(math.prod(shape)).reshape(shape))
-    return None if mesh.get_coordinate() is None else mesh
 
 
 def whole(x: Tensor) -> Tensor:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +36,7 @@ from cases import problem
 from maxfactor import Adafactor, MaxFactor
 from maxfactor.placement import local, moved, shards_of
 from ranks import Ranks
+from ranks import mesh_of as mesh_named
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "1.0": {},
@@ -86,11 +85,8 @@ def give_gradients(net: nn.Module, t: int, leave_out: tuple[str, ...] = ()) -> N
         param.grad = moved(grad, param)
 
 
-@cache
 def mesh_of(*shape: int) -> DeviceMesh | None:
-    names = ("dp", "tp")[: len(shape)]
-    mesh = DeviceMesh("cpu", torch.arange(math.prod(shape)).reshape(shape), mesh_dim_names=names)
-    return None if mesh.get_coordinate() is None else mesh
+    return mesh_named(*shape, names=("dp", "tp")[: len(shape)])
 
 
 def sharded(way: str) -> nn.Module | None:
