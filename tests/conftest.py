@@ -31,7 +31,7 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def four() -> Iterator[Ranks]:
     """Four processes with one group, over loopback."""
     ranks = Ranks(4)

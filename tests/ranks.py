@@ -1,4 +1,4 @@
-"""Several processes over loopback that run the cases of a test file, started once for all of them.
+"""Several processes over loopback that run the cases of all test files, started once for them.
 
 A case is a function of (rank, world) at the top of a module; what it raises on any rank fails the
 test that asked for it.
@@ -6,15 +6,18 @@ test that asked for it.
 
 from __future__ import annotations
 
+import math
 import multiprocessing as mp
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 LIMIT = 60.0  # seconds for one case on all ranks
 
@@ -23,15 +26,20 @@ class Ranks:
     """`world` processes with one gloo group."""
 
     def __init__(self, world: int) -> None:
+        self.world = world
+        self.start()
+
+    def start(self) -> None:
+        """Start the processes, which wait for a case."""
         context = mp.get_context("spawn")
         wait = timedelta(seconds=LIMIT)
         self.store = dist.TCPStore("127.0.0.1", 0, None, True, wait, wait_for_workers=False)  # type: ignore[attr-defined]
         self.pipes: list[Connection] = []
         self.processes = []
-        for rank in range(world):
+        for rank in range(self.world):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=serve, args=(rank, world, self.store.port, theirs), daemon=True
+                target=serve, args=(rank, self.world, self.store.port, theirs), daemon=True
             )
             process.start()
             self.pipes.append(mine)
@@ -45,6 +53,7 @@ class Ranks:
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(LIMIT):
                 self.stop()
+                self.start()  # for the cases after this one
                 raise TimeoutError(f"rank {rank} did not finish {case.__name__}{args}")
             answers.append(pipe.recv())
         errors = [f"rank {i}: {text}" for i, (text, _) in enumerate(answers) if text]
@@ -74,3 +83,15 @@ def serve(rank: int, world: int, port: int, pipe: Connection) -> None:
         except BaseException:  # whatever it was, the parent reports it
             answer = (traceback.format_exc(), None)
         pipe.send(answer)
+
+
+@cache
+def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh | None:
+    """The first ranks in this shape; None on the others, which must ask for it too.
+
+    One for all test files: DTensor takes meshes that are equal for one another, and their process
+    groups with them.
+    """
+    ranks = torch.arange(math.prod(shape)).reshape(shape)
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names)
+    return None if mesh.get_coordinate() is None else mesh

@@ -1,9 +1,12 @@
-"""The touch tones: what they sound like, how errors are counted, and that the scripts run."""
+"""The touch tones: what they sound like, how errors are counted; and that the scripts run."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -152,3 +155,34 @@ def test_the_quick_study_writes_its_files(tmp_path: Path) -> None:
         assert private not in picture
     assert "<svg" in picture
     assert "dc:date" not in picture
+
+
+def torchrun(ranks: int, *arguments: str) -> str:
+    """What `examples/fsdp2.py` prints, over several processes."""
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--standalone", "--nproc-per-node", str(ranks), "examples/fsdp2.py", *arguments]
+    path = os.pathsep.join(sys.path)
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": path,
+    }
+    done = subprocess.run(
+        command, cwd=root, env=environment, timeout=120, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_shards_are_trained_saved_and_loaded(tmp_path: Path) -> None:
+    """Also on another number of ranks than they were saved from."""
+    pattern = r"loss ([\d.]+) to ([\d.]+)\nnext step: loss ([\d.]+), from the checkpoint ([\d.]+)"
+    first = torchrun(2, "--steps", "12", "--checkpoint", str(tmp_path))
+    start, end, then, again = map(float, re.findall(pattern, first)[0])
+    assert then == again
+    assert end < start - 0.5
+    second = torchrun(1, "--steps", "1", "--checkpoint", str(tmp_path))
+    assert "loaded" in second
+    went_on, _, then, again = map(float, re.findall(pattern, second)[0])
+    assert then == again
+    assert went_on < start - 0.5

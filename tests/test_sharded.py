@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from functools import cache
 from typing import Any
 
 import pytest
@@ -15,8 +13,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from cases import problem
 from maxfactor import Adafactor, MaxFactor, recipe
+from maxfactor.backends import deal
+from maxfactor.orthogonal import orthogonal
 from maxfactor.placement import local
-from ranks import Ranks
+from ranks import Ranks, mesh_of
 
 Shape = tuple[int, ...]
 Layout = tuple[int | None, ...]  # the cut dimension for each mesh dimension, None for copies
@@ -80,13 +80,6 @@ def placed(x: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
     cuts = [None if cut is None or cut >= x.dim() else cut for cut in layout]
     placements = [Replicate() if cut is None else Shard(cut) for cut in cuts]
     return distribute_tensor(x, mesh, placements, src_data_rank=None)
-
-
-@cache
-def mesh_of(*shape: int) -> DeviceMesh | None:
-    """The first ranks in this shape; None on the others, which must ask for it too."""
-    mesh = DeviceMesh("cpu", torch.arange(math.prod(shape)).reshape(shape))
-    return None if mesh.get_coordinate() is None else mesh
 
 
 def whole(x: Tensor) -> Tensor:
@@ -210,7 +203,7 @@ def test_momentum_in_blocks(four: Ranks, name: str) -> None:
     four.run(equals_one_process, 2, "maxfactor", IN_BLOCKS[name], (1,), WIDE)
 
 
-@pytest.mark.parametrize("layout", [(0,), (1,), (2,), (None,), (0, 1)], ids=str)
+@pytest.mark.parametrize("layout", [(0,), (1,), (2,), (None,), (0, 1), (0, 0), (1, None)], ids=str)
 def test_orthogonal(four: Ranks, layout: Layout) -> None:
     """The iteration makes the last digits of the sums larger."""
     filtered = {"momentum": 0.9, "nesterov": True, "momentum_dtype": "fp32"}
@@ -223,12 +216,13 @@ def test_orthogonal(four: Ranks, layout: Layout) -> None:
 # -------------------------------------------------------------------------------- collectives
 
 
-def messages(count: int, layout: Layout, settings: dict[str, Any]) -> tuple[int, int] | None:
+def messages(
+    count: int, layout: Layout, settings: dict[str, Any], shapes: list[Shape]
+) -> tuple[int, int] | None:
     """All messages of a step, and how many of them are all-reduces."""
     mesh = mesh_of(2) if len(layout) == 1 else mesh_of(2, 2)
     if mesh is None:
         return None
-    shapes = [(8, 4), (9,), (7, 5), (4, 4, 2)] * 4
     pairs = [pair(shape, mesh, layout) for shape in shapes[:count]]
     optimizer = MaxFactor([shard for _, _, shard in pairs], **settings)
     for case, _, shard in pairs:
@@ -258,8 +252,90 @@ def test_messages_of_a_step(
     four: Ranks, layout: Layout, settings: dict[str, Any], expected: int
 ) -> None:
     """At most three for each process group, whatever the number of parameters; no gathering."""
+    shapes = [(8, 4), (9,), (7, 5), (4, 4, 2)] * 4
     for count in (1, 16):
-        assert four.run(messages, count, layout, settings)[0] == (expected, expected)
+        assert four.run(messages, count, layout, settings, shapes)[0] == (expected, expected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "all_messages", "reductions"),
+    [
+        ((0,), 3, 1),
+        ((1,), 3, 1),
+        ((None,), 0, 0),
+        ((None, 0), 3, 1),
+        ((0, 1), 6, 2),
+        ((0, 0), 6, 2),
+    ],
+    ids=str,
+)
+def test_messages_of_the_orthogonal_direction(
+    four: Ranks, layout: Layout, all_messages: int, reductions: int
+) -> None:
+    """All matrices to their owners in one message for each process group, and back in another."""
+    settings, shapes = {"direction": "orthogonal"}, [(8, 4), (7, 5), (4, 4, 2), (1, 6)] * 4
+    for count in (1, 16):
+        found = four.run(messages, count, layout, settings, shapes)[0]
+        assert found == (all_messages, reductions)
+
+
+def orthogonalised_here(layout: Layout) -> int:
+    """How many matrices this rank worked on, of eight small ones and a large one."""
+    mesh = mesh_of(4) if len(layout) == 1 else mesh_of(2, 2)
+    assert mesh is not None
+    shapes = [*[(8, 4)] * 4, (16, 16), *[(4, 8)] * 4]
+    pairs = [pair(shape, mesh, layout) for shape in shapes]
+    optimizer = MaxFactor([shard for _, _, shard in pairs], direction="orthogonal")
+    for case, _, shard in pairs:
+        shard.grad = placed(case.grads[0], mesh, layout)
+    counts = []
+
+    def counted(y: Tensor) -> Tensor:
+        counts.append(y.shape[:-2].numel())
+        return orthogonal(y)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(deal, "orthogonal", counted)
+        optimizer.step()
+    return sum(counts)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ((0,), [1, 2, 3, 3]),
+        ((0, 1), [1, 2, 3, 3]),
+        ((None, 0), [1, 1, 8, 8]),  # each half deals among itself
+        ((None, None), [9, 9, 9, 9]),
+    ],
+    ids=str,
+)
+def test_every_matrix_is_orthogonalised_once(
+    four: Ranks, layout: Layout, expected: list[int]
+) -> None:
+    """And by equal work: the large one weighs as much as 32 of the others."""
+    assert sorted(four.run(orthogonalised_here, layout)) == expected
+
+
+def travels_as_bfloat16() -> None:
+    """As on a GPU, where the iteration itself runs in bfloat16."""
+    mesh = mesh_of(2)
+    if mesh is None:
+        return
+    case, param, shard = pair((8, 6), mesh, (0,))
+    single, sharded = (MaxFactor([p], direction="orthogonal") for p in (param, shard))
+    param.grad, shard.grad = case.grads[0].clone(), placed(case.grads[0], mesh, (0,))
+    single.step()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(deal, "WIRE", {"cpu": torch.bfloat16})
+        sharded.step()
+    move = float((param.detach() - case.weight).abs().max())
+    same(shard.detach(), param.detach(), "parameter: ", 0.02 * move / float(param.abs().max()))
+    assert not torch.equal(local(shard), placed(param.detach(), mesh, (0,)).to_local())
+
+
+def test_matrices_may_travel_as_bfloat16(four: Ranks) -> None:
+    four.run(travels_as_bfloat16)
 
 
 # ---------------------------------------------------------------------- gradients that fail

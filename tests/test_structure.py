@@ -22,7 +22,7 @@ RANKS = [
     {"guard", "rounding", "state"},
     {"momentum"},
     {"rule", "work"},
-    {"backends.choice", "backends.collective", "backends.tasks"},
+    {"backends.choice", "backends.collective", "backends.deal", "backends.tasks"},
     {"backends.kernels", "backends.matrix", "backends.stack"},
     {"backends.filtered"},
     {"backends.foreach", "backends.plain", "backends.sharded"},

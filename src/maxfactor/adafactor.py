@@ -38,7 +38,8 @@ class Adafactor(FactoredOptimizer):
             None: True without an lr, False with one.
         rounding: How 16-bit parameters are written: "stochastic" keeps small updates and decay on
             average, "nearest" loses them. None: stochastic for bfloat16, nearest for float16.
-        seed: Seed of the stochastic rounding; None takes torch's seed.
+        seed: Seed of the stochastic rounding. None takes torch's seed, but 0 in a process group,
+            where all ranks must round alike and torch's seeds may differ.
         foreach: True runs each operation over lists of tensors.
         fused: True runs the Triton kernels. None for both: fused on CUDA if Triton is there,
             else foreach there; parameter by parameter on the CPU. Sharded parameters (DTensors)

@@ -37,6 +37,7 @@ SCALES = ("current", "initial")
 MOMENTUM_DTYPES = ("int8", "bf16", "fp32")
 ROUNDINGS = ("stochastic", "nearest")
 NONFINITE = ("skip", "raise", "ignore")
+SHARED_SEED = 0  # of the rounding noise where there are several processes
 
 
 def check_lr(value: object) -> float | Tensor:
@@ -86,12 +87,25 @@ def check_bounds(value: object) -> tuple[float, float]:
 
 
 def check_seed(value: object) -> int:
-    """Return the seed of the rounding noise; None takes torch's own."""
+    """Return the seed of the rounding noise; None takes torch's own.
+
+    Not among several processes: their seeds may differ, and copies of a parameter must be rounded
+    alike on all of them without a message about it.
+    """
     if value is None:
-        return torch.initial_seed()
+        return SHARED_SEED if is_distributed() else torch.initial_seed()
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"seed must be a whole number, got {value!r} ({type(value).__name__})")
     return value
+
+
+def is_distributed() -> bool:
+    """Whether this process is one of several, as far as torch knows."""
+    from torch import distributed as dist
+
+    if not dist.is_available():
+        return False
+    return dist.is_initialized() or dist.is_torchelastic_launched()
 
 
 @dataclass(frozen=True)

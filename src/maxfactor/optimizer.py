@@ -189,6 +189,20 @@ class FactoredOptimizer(Optimizer):
             for index, group in enumerate(self.param_groups)
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state of every parameter, and the settings of each group.
+
+        Once a step was taken, parameters that never had a gradient are in it too, with what they
+        will start from: torch.distributed.checkpoint loads into an optimizer that has all states.
+        """
+        # Before the user's own hooks.
+        handle = self.register_state_dict_post_hook(_complete, prepend=True)
+        try:
+            packed: dict[str, Any] = super().state_dict()
+        finally:
+            handle.remove()
+        return packed
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint, or refuse it and change nothing.
 
@@ -353,7 +367,8 @@ class MaxFactor(FactoredOptimizer):
             had before its first step, with which a weight cannot feed its own growth.
         rounding: How 16-bit parameters are written: "stochastic" keeps small updates and decay on
             average, "nearest" loses them. None: stochastic for bfloat16, nearest for float16.
-        seed: Seed of the stochastic rounding; None takes torch's seed.
+        seed: Seed of the stochastic rounding. None takes torch's seed, but 0 in a process group,
+            where all ranks must round alike and torch's seeds may differ.
         foreach: True runs each operation over lists of tensors.
         fused: True runs the Triton kernels. None for both: fused on CUDA if Triton is there,
             else foreach there; parameter by parameter on the CPU. Sharded parameters (DTensors)
@@ -481,6 +496,17 @@ def _fused_step(
     from maxfactor.backends.fused import FusedStep
 
     return FusedStep(works, flat, hypers, status=None if before is None else before.status)
+
+
+def _complete(optimizer: Optimizer, packed: dict[str, Any]) -> None:
+    """Add the state of parameters that have not stepped where others have."""
+    assert isinstance(optimizer, FactoredOptimizer)
+    on_device = optimizer._execution.capturable
+    for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        hyper = optimizer.hyper_class.from_group(group)
+        for param, key in zip(group["params"], saved["params"], strict=True):
+            if packed["state"] and param.requires_grad and not packed["state"].get(key):
+                packed["state"][key] = init_state(param, hyper, step_on_device=on_device)
 
 
 def _is_rehearsal(pending: list[Pending]) -> bool:

@@ -39,6 +39,11 @@ def sharded_dim(placement: Placement) -> int | None:
     return getattr(placement, "dim", None)
 
 
+def is_strided(placement: Placement) -> bool:
+    """Whether a cut was made after those of later mesh dimensions, as FSDP cuts over TP."""
+    return getattr(placement, "split_factor", None) is not None
+
+
 def shards_of(x: Tensor) -> list[tuple[int, int]]:
     """(mesh dimension, tensor dimension) for each way in which `x` is cut."""
     if not is_sharded(x):

@@ -8,8 +8,8 @@ A step has three rounds, each with at most one all-reduce for each process group
 
 Each parameter is a generator that yields what it needs of the other ranks; all of them go through
 the rounds together. Means and factors are those of the whole tensor, so nothing depends on how it
-was cut but the order of the sums. Copies (DDP, HSDP, plain tensors) need no messages. The
-orthogonal direction gathers each of its matrices, on every rank.
+was cut but the order of the sums. Copies (DDP, HSDP, plain tensors) need no messages. Matrices in
+the orthogonal direction are dealt out over the ranks, see `deal.py`: two more messages.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch.linalg import vector_norm
 from maxfactor import rule
 from maxfactor.backends import tasks
 from maxfactor.backends.collective import Share, combined
+from maxfactor.backends.deal import Part, orthogonalize_, whole
 from maxfactor.fam import band_totals
 from maxfactor.hyper import FLOAT32_TINY, MaxFactorHyper
 from maxfactor.momentum import Memory, kept, memory_of, recalled
-from maxfactor.orthogonal import orthogonal
-from maxfactor.placement import from_local, is_sharded, local, moved, positions, shards_of
+from maxfactor.placement import is_sharded, local, moved, positions, shards_of
 from maxfactor.rounding import is_stochastic, rounded
 from maxfactor.rule import Scalar, host_scalar
 from maxfactor.state import Factoring, State, factoring
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from torch.distributed import ProcessGroup
+    from torch.distributed.tensor.placement_types import Placement
 
     from maxfactor.work import Pending, Work
 
@@ -49,7 +50,8 @@ ROUNDS = 3
 def step(works: Sequence[Work], *, check: bool) -> Outcome:
     """Take one step for each parameter; with `check`, none at all if a gradient is not finite."""
     groups = process_groups(works)
-    rounds = [Shard(work).rounds() for work in works]
+    shards = [Shard(*each) for each in zip(works, local_gradients(works), strict=True)]
+    rounds = [shard.rounds() for shard in shards]
     shares = [next(each) for each in rounds]
     bad = torch.stack([~own[0].value.isfinite().to(works[0].param.device) for own in shares])
     flags = Share(bad.to(torch.float32), groups)  # over all groups: no rank goes on alone
@@ -64,6 +66,7 @@ def step(works: Sequence[Work], *, check: bool) -> Outcome:
     for _ in range(ROUNDS - 1):
         shares = [each.send(own) for each, own in zip(rounds, answers, strict=True)]
         answers = dealt(combined([share for own in shares for share in own], groups), shares)
+    orthogonalize_([shard.part for shard in shards if shard.part is not None])  # (9)
     return Outcome([finished(each, own) for each, own in zip(rounds, answers, strict=True)])
 
 
@@ -98,21 +101,51 @@ def groups_over(param: Tensor, dims: Sequence[int]) -> list[ProcessGroup]:
     return [param.device_mesh.get_group(i) for i, dim in shards_of(param) if dim in dims]
 
 
+def local_gradients(works: Sequence[Pending]) -> list[Tensor]:
+    """What this rank has of each gradient, placed as its parameter.
+
+    Sums that nobody has taken yet, of sequence-parallel layers, are taken together.
+    """
+    shares = []
+    for work in works:
+        groups = groups_to_sum(work)
+        grad = local(work.grad).to(torch.float32) if groups else local(moved(work.grad, work.param))
+        shares.append(Share(grad, groups))
+    return combined(shares, list(dict.fromkeys(g for share in shares for g in share.groups)))
+
+
+def groups_to_sum(work: Pending) -> list[ProcessGroup]:
+    """The groups over which a gradient is still to be summed, if nothing else is to be done."""
+    grad, param = work.grad, work.param
+    if not is_sharded(grad) or not is_sharded(param) or grad.device_mesh != param.device_mesh:
+        return []
+    pairs = list(zip(grad.placements, param.placements, strict=True))
+    if not all(have == want or is_sum(have, want) for have, want in pairs):
+        return []
+    return [grad.device_mesh.get_group(i) for i, (have, want) in enumerate(pairs) if have != want]
+
+
+def is_sum(have: Placement, want: Placement) -> bool:
+    """Whether parts of a sum over a mesh dimension are to become copies of it."""
+    return want.is_replicate() and getattr(have, "reduce_op", None) == "sum"
+
+
 def without_gradient(works: Sequence[Pending]) -> bool:
     """Whether every gradient is zero, on all ranks."""
     largest = torch.stack(
         [largest_of(local(work.grad).reshape(-1), -1).to(torch.float32) for work in works]
     )
     groups = process_groups(works)
-    (whole,) = combined([Share(largest, groups, is_sum=False)], groups)
+    groups += {g: None for work in works for g in groups_to_sum(work) if g not in groups}
+    (found,) = combined([Share(largest, groups, is_sum=False)], groups)
     # Asked for only before the first step, and with a learning rate of 0.
-    return not any(whole.reshape(-1).tolist())
+    return not any(found.reshape(-1).tolist())
 
 
 class Shard:
     """One parameter's shard."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, grad: Tensor) -> None:
         self.work, self.hyper = work, work.hyper
         self.t = host_scalar(work.state["step"]) + 1
         self.layout = factoring(tuple(work.param.shape), work.hyper.factor)
@@ -120,9 +153,12 @@ class Shard:
         self.state: State = {key: local(value) for key, value in work.state.items()}
         own = None if self.layout is None else self.layout.of_shard(tuple(self.w.shape))
         self.shape = (1, self.w.numel()) if own is None else own.matrix
-        g = local(moved(work.grad, work.param)).to(torch.float32).reshape(self.shape)
+        g = grad.to(torch.float32).reshape(self.shape)
         self.g = -g if work.hyper.maximize else g
         self.m, self.n = (1, work.param.numel()) if self.layout is None else self.layout.matrix[-2:]
+        self.part: Part | None = None
+        if self._is_orthogonal and self.layout is not None and work.param.numel():
+            self.part = Part(work.param, self.layout)
         self._find_groups(self.layout)
 
     def _find_groups(self, layout: Factoring | None) -> None:
@@ -176,9 +212,7 @@ class Shard:
     def _sums(self) -> list[Share]:
         """Sums of G^2, of W^2, of the moments before; for a factored matrix also by its factors."""
         row_sum = rule.sum_of_squares(self.g, dim=-1)  # (..., m, 1)
-        w_norm = vector_norm(self.w, dtype=torch.promote_types(self.w.dtype, torch.float32))
-        w_sum = w_norm.square().to(torch.float32)
-        shares = [Share(row_sum.sum(), self.everywhere), Share(w_sum, self.everywhere)]
+        shares = [Share(row_sum.sum(), self.everywhere), Share(self._weight_sum(), self.everywhere)]
         if not self.is_factored:
             return [*shares, Share(self.state["variance"].sum(), self.everywhere)]
         within = [*self.along_columns, *self.along_rows]  # not those that cut a batch
@@ -189,6 +223,14 @@ class Shard:
             Share(row_sum, self.along_rows),
             Share(rule.sum_of_squares(self.g, dim=-2), self.along_columns),
         ]
+
+    def _weight_sum(self) -> Tensor:
+        """The sum of W^2; 0 where (3) keeps to what it was at the first step."""
+        if "initial_rms" in self.state and self.t != 1:
+            return torch.zeros((), device=self.w.device)
+        wide = torch.promote_types(self.w.dtype, torch.float32)
+        norm: Tensor = vector_norm(self.w, dtype=wide)
+        return norm.square().to(torch.float32)
 
     def _rates(self, w_sum: Tensor) -> tuple[Scalar, Scalar]:
         """Equations (2) to (4)."""
@@ -251,13 +293,19 @@ class Shard:
     def _published(self, row: Tensor) -> Generator[list[Share], list[Tensor], Tensor]:
         """Equations (7) to (9) without momentum, and Adafactor's update."""
         hyper = self.hyper
-        variance = row * self._col_var() if self.is_factored else row
         if isinstance(hyper, MaxFactorHyper) and hyper.is_boosted_scalar(self.work.param.numel()):
             yield []
-            return rule.boosted_scalar(self.g, variance, hyper)
-        update = self.g * variance.clamp(min=tasks.variance_floor(hyper)).rsqrt()
-        move = yield from self._directed(update, [])
+            return rule.boosted_scalar(self.g, self._variance(row), hyper)
+        move = yield from self._directed(self._update(row), [])
         return move[0]
+
+    def _update(self, row: Tensor) -> Tensor:
+        """Equation (7) before it is scaled."""
+        return self.g * self._variance(row).clamp(min=tasks.variance_floor(self.hyper)).rsqrt()
+
+    def _variance(self, row: Tensor) -> Tensor:
+        """V from the rows' factor of it, or v."""
+        return row * self._col_var() if self.is_factored else row
 
     def _directed(
         self, update: Tensor, others: list[Share]
@@ -271,7 +319,7 @@ class Shard:
             Share(rule.sum_of_squares(update.reshape(-1), dim=-1), self.everywhere),
             Share(row_max, self.along_rows, is_sum=False),
         ]
-        needed = [True, tasks.needs_norm(hyper), by_sign]
+        needed = [tasks.needs_largest(hyper), tasks.needs_norm(hyper), by_sign]
         asked = [share for share, need in zip(shares, needed, strict=True) if need]
         answers = iter((yield [*asked, *others]))
         largest, square, row_max = (
@@ -288,42 +336,43 @@ class Shard:
         """Equations (10) to (13), then (7) to (9)."""
         hyper = self.hyper
         assert isinstance(hyper, MaxFactorHyper)
-        variance = row * self._col_var() if self.is_factored else row
-        is_orthogonal = hyper.direction == "orthogonal" and not self.is_vector
-        divisor = (mean if is_orthogonal else variance).clamp(min=hyper.variance_floor)
-        clip = (mean_square / mean.clamp(min=FLOAT32_TINY)).sqrt().clamp(min=1.0)  # s_z
-        x = self.g * (divisor.rsqrt() / clip)  # (10)
-        y, others = x, list[Share]()
         sums, memory = self.state.get("band_sums"), None
         if hyper.momentum is not None:
             memory = memory_of(hyper, self.t, self.shape[-1], sums)
-            y, agreed = self._remembered(memory, x)
-            if memory.bands > 1:
-                y = rule.without_leaks(y, variance)
-            if sums is not None:
-                others = [Share(agreed, self.everywhere)]
-        if is_orthogonal:
+        y, agreed = self._seen(row, mean, mean_square, memory)
+        others = [] if agreed is None or sums is None else [Share(agreed, self.everywhere)]
+        if self.part is not None:
+            self.part.value = y.reshape(self.w.shape)
+            del y  # only one copy of all matrices while they travel
             totals = yield others
-            white = variance.clamp(min=hyper.variance_floor).rsqrt()
-            move = self._orthogonal(y * (mean.sqrt() * white))
+            move = whole(self.part).reshape(self.shape)
         else:
             move, totals = yield from self._directed(y, others)
         if memory is not None and sums is not None and hyper.fam is not None:
             sums.copy_(memory.next_sums(sums, totals[0], (self.m, self.n), hyper.fam))  # (11)
         return move
 
-    def _orthogonal(self, y: Tensor) -> Tensor:
-        """Equation (9) in the orthogonal direction, of the whole matrix on every rank."""
-        param = self.work.param
-        assert self.layout is not None
-        if not self.everywhere:
-            return orthogonal(y)
-        assert is_sharded(param)
-        part = from_local(
-            y.reshape(self.w.shape), param.device_mesh, param.placements, tuple(param.shape)
-        )
-        whole = orthogonal(moved(part, y).reshape(self.layout.matrix))
-        return local(moved(whole.reshape(param.shape), param)).reshape(self.shape)
+    @property
+    def _is_orthogonal(self) -> bool:
+        return getattr(self.hyper, "direction", None) == "orthogonal" and not self.is_vector
+
+    def _seen(
+        self, row: Tensor, mean: Tensor, mean_square: Tensor, memory: Memory | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What is turned in (7) to (9), whitened if it must be, and this shard's sums for (11)."""
+        hyper, variance = self.hyper, self._variance(row)
+        assert isinstance(hyper, MaxFactorHyper)
+        divisor = (mean if self._is_orthogonal else variance).clamp(min=hyper.variance_floor)
+        clip = (mean_square / mean.clamp(min=FLOAT32_TINY)).sqrt().clamp(min=1.0)  # s_z
+        y, agreed = self.g * (divisor.rsqrt() / clip), None  # (10)
+        if memory is not None:
+            y, agreed = self._remembered(memory, y)
+            if memory.bands > 1:
+                y = rule.without_leaks(y, variance)
+        if self._is_orthogonal:
+            white = variance.clamp(min=hyper.variance_floor).rsqrt()
+            y = y * (mean.sqrt() * white)
+        return y, agreed
 
     def _remembered(self, memory: Memory, x: Tensor) -> tuple[Tensor, Tensor]:
         """Equations (12) and (13), and the sums over bands of this shard for (11)."""

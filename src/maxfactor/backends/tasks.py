@@ -206,6 +206,11 @@ def variance_floor(hyper: Hyper) -> float:
     return hyper.variance_floor if isinstance(hyper, MaxFactorHyper) else FLOAT32_TINY
 
 
+def needs_largest(hyper: Hyper) -> bool:
+    """Whether max|U| plays a part: the other updates are scaled by their norm alone."""
+    return isinstance(hyper, MaxFactorHyper) and hyper.direction != "factored"
+
+
 def needs_norm(hyper: Hyper) -> bool:
     """Whether ||U|| plays a part: with d >= 1 equation (8) is idle, as RMS(U) <= max|U| = 1."""
     if isinstance(hyper, MaxFactorHyper) and hyper.direction != "factored":

@@ -1,0 +1,477 @@
+"""How many messages a sharded step sends, how large they are, and what a thousand GPUs would see.
+
+    python benchmarks/collectives.py --out benchmarks/results/collectives.json
+    python benchmarks/collectives.py --markdown benchmarks/results/collectives.json
+    python benchmarks/collectives.py --quick
+
+Counts are taken on 2, 3 and 4 processes over loopback (gloo), with the shapes of a real model
+sharded by rows as FSDP2 does it, and on 2 x 2 (HSDP). They are compared with `predicted`, written
+from the equations; the prediction is then evaluated for a larger model on more ranks, with a
+latency and a bandwidth that are assumptions. Bytes are those of the buffer that a rank hands over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, ones
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import maxfactor
+from maxfactor.backends.deal import balanced
+from maxfactor.bench.shapes import MODELS, Shape, elements, shapes
+from maxfactor.bench.step_time import machine, versions
+from maxfactor.hyper import AdafactorHyper, MaxFactorHyper
+from maxfactor.orthogonal import STEPS as NEWTON_SCHULZ_STEPS
+from maxfactor.recipes import find_recipe
+from maxfactor.state import factoring
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+Hyper = MaxFactorHyper | AdafactorHyper
+
+CONTENDERS = ("1.0", "0.2", "lean", "fam", "speech", "Adafactor", "torch AdamW")
+FLOAT = 4  # bytes
+GPU_WIRE = 2  # bytes for each entry of a matrix that travels: bfloat16
+LIMIT = timedelta(seconds=120)
+RANKS_ON_PAPER = (8, 64, 1024)
+LATENCY = 10e-6  # seconds for a message between two GPUs, an assumption
+BANDWIDTH = 25e9  # bytes per second that a GPU can send, an assumption: 200 Gb/s
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective: "sum" and "max" are all-reduces, "deal" is an all-to-all of all ranks."""
+
+    kind: str
+    bytes: int  # of each rank's buffer; of all ranks together for "deal"
+
+
+# ------------------------------------------------------------------------------- on paper
+
+
+def kind_of(name: str, shape: Shape) -> str:
+    """The kind of layer, as `for_model` sorts a Whisper."""
+    if len(shape) < 2:
+        return "vector"
+    if "conv" in name:
+        return "conv"
+    return "embedding" if "embed" in name else "hidden"
+
+
+def settings_of(contender: str, kind: str) -> dict[str, Any]:
+    """Arguments of an optimizer of ours for a kind of layer."""
+    return {} if contender == "Adafactor" else find_recipe(contender).settings(kind)
+
+
+def hyper_of(contender: str, kind: str) -> Hyper:
+    """The same, checked."""
+    chosen = settings_of(contender, kind)
+    return AdafactorHyper() if contender == "Adafactor" else MaxFactorHyper.from_group(chosen)
+
+
+def predicted(
+    model: Mapping[str, Shape], contender: str, ranks: int, wire: int = FLOAT
+) -> list[Message]:
+    """The messages of a step where the first dimension is cut over `ranks`, from the equations.
+
+    Matrices that are dealt out travel with `wire` bytes for each entry.
+    """
+    if contender == "torch AdamW" or ranks == 1:
+        return []
+    first, second, third = Counter[str](), Counter[str](), Counter[str]()
+    dealt = 0
+    for name, shape in model.items():
+        hyper = hyper_of(contender, kind_of(name, shape))
+        first.update(first_round(shape, hyper))
+        second.update(second_round(shape, hyper))
+        third.update(third_round(shape, hyper))
+        dealt += math.prod(shape) * is_orthogonal(shape, hyper)
+    found = [packed(each, ranks) for each in (first, second, third)]
+    messages = [message for message in found if message.bytes]
+    return messages + [Message("deal", wire * dealt)] * (2 if dealt else 0)
+
+
+def first_round(shape: Shape, hyper: Hyper) -> dict[str, int]:
+    """Sums: of G^2, of W^2, of R or v; of G^2 by columns; and whether all is finite."""
+    layout = factoring(shape, hyper.factor)
+    if layout is None or hyper.keeps_dense_variance(math.prod(shape)):
+        return {"sum": 4}
+    return {"sum": 5 + layout.matrix[-1]}
+
+
+def second_round(shape: Shape, hyper: Hyper) -> dict[str, int]:
+    """The maximum of R in (6)."""
+    published = isinstance(hyper, MaxFactorHyper) and hyper.direction == "sign_max"
+    if len(shape) < 2 or not published or hyper.is_filtered(is_vector=False):
+        return {}
+    return {"max": 1}
+
+
+def third_round(shape: Shape, hyper: Hyper) -> dict[str, int]:
+    """max|U|, of a vector also as that of its one row; the sum of U^2; FAM's two sums."""
+    if is_orthogonal(shape, hyper):
+        return {}
+    found = Counter[str]()
+    if isinstance(hyper, AdafactorHyper) or hyper.direction == "factored":
+        found["sum"] = 1
+    else:
+        by_sign = len(shape) < 2 and hyper.vector_direction == "sign_max"
+        found["max"] = 2 if by_sign else 1
+        found["sum"] = int(hyper.d < 1 or hyper.clip_threshold > 0)
+    if len(shape) > 1:
+        found["sum"] += 2 * hyper.bands
+    return found
+
+
+def is_orthogonal(shape: Shape, hyper: Hyper) -> bool:
+    """Whether it is dealt out."""
+    return getattr(hyper, "direction", None) == "orthogonal" and len(shape) > 1
+
+
+def packed(values: Counter[str], ranks: int) -> Message:
+    """Sums among maxima have a slot for each rank."""
+    sums, maxima = values["sum"], values["max"]
+    if not maxima:
+        return Message("sum", FLOAT * sums)
+    return Message("max", FLOAT * (maxima + ranks * sums))
+
+
+def seconds(message: Message, ranks: int, latency: Callable[[int], float]) -> float:
+    """The cost model of an all-reduce: latency, and a rank's bytes by its bandwidth."""
+    return latency(ranks) + 2 * (ranks - 1) / ranks * message.bytes / BANDWIDTH
+
+
+def ring(ranks: int) -> float:
+    """Latency of an all-reduce in a ring: everything goes round twice."""
+    return 2 * (ranks - 1) * LATENCY
+
+
+def tree(ranks: int) -> float:
+    """Latency of an all-reduce up and down a tree."""
+    return 2 * math.ceil(math.log2(ranks)) * LATENCY
+
+
+@dataclass(frozen=True)
+class Busiest:
+    """What the rank with most to do has of the matrices that are dealt out."""
+
+    elements: int = 0
+    operations: int = 0  # of the Newton-Schulz iterations
+
+    def seconds(self, ranks: int, wire: int) -> float:
+        """To it and back: a message to every other rank, one after the other, and the bytes."""
+        if not self.elements:
+            return 0.0
+        sent = self.elements * wire * (ranks - 1) / ranks
+        return 2 * ((ranks - 1) * LATENCY + sent / BANDWIDTH)
+
+
+def busiest(model: Mapping[str, Shape], contender: str, ranks: int) -> Busiest:
+    """Deal the matrices of a model out on paper."""
+    if contender in ("Adafactor", "torch AdamW"):
+        return Busiest()
+    matrices = [
+        sorted(shape)
+        for name, shape in model.items()
+        if is_orthogonal(shape, hyper_of(contender, kind_of(name, shape)))
+    ]
+    owners = balanced(tuple(short * short * long for short, long in matrices), ranks)
+    entries, products = Counter[int](), Counter[int]()
+    for owner, (short, long) in zip(owners, matrices, strict=True):
+        entries[owner] += short * long
+        products[owner] += NEWTON_SCHULZ_STEPS * 2 * (2 * short * short * long + short**3)
+    return Busiest(max(entries.values(), default=0), max(products.values(), default=0))
+
+
+def on_paper(model: str, contender: str, ranks: int) -> dict[str, Any]:
+    """What a step costs by the model, on GPUs, where matrices travel as bfloat16."""
+    messages = predicted(shapes(model), contender, ranks, wire=GPU_WIRE)
+    reductions = [message for message in messages if message.kind != "deal"]
+    owner = busiest(shapes(model), contender, ranks)
+    dealing = owner.seconds(ranks, GPU_WIRE)
+    weights = FLOAT * elements(shapes(model))
+    return {
+        "model": model,
+        "optimizer": contender,
+        "ranks": ranks,
+        "messages": len(messages),
+        "all_reduce_bytes": sum(message.bytes for message in reductions),
+        "all_to_all_bytes": 2 * GPU_WIRE * owner.elements,
+        "ring_ms": 1e3 * (sum(seconds(each, ranks, ring) for each in reductions) + dealing),
+        "tree_ms": 1e3 * (sum(seconds(each, ranks, tree) for each in reductions) + dealing),
+        "newton_schulz_tflop": owner.operations / 1e12,
+        # FSDP itself: weights before the forward and the backward pass, then gradients.
+        "fsdp_bytes": 3 * weights * (ranks - 1) / ranks,
+        "fsdp_ms": 3e3 * weights * (ranks - 1) / ranks / BANDWIDTH,
+    }
+
+
+# ------------------------------------------------------------------------------- measured
+
+
+class Messages(TorchDispatchMode):
+    """Records the collectives of this process, with the bytes that it hands over."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func._schema.name.split("::")[1]
+            # An all-to-all gets what it fills first, then what it sends.
+            given = args[1] if name == "alltoall_base_" else args[0]
+            tensors = given if isinstance(given, (list, tuple)) else [given]
+            self.found.append((name, sum(x.numel() * x.element_size() for x in tensors)))
+        return func(*args, **(kwargs or {}))
+
+
+def optimizer_for(contender: str, params: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+    """The optimizer with its groups by kind of layer."""
+    if contender == "torch AdamW":
+        return torch.optim.AdamW(params.values())
+    if contender == "Adafactor":
+        return maxfactor.Adafactor(params.values())
+    groups: dict[str, dict[str, Any]] = {}
+    for name, param in params.items():
+        kind = kind_of(name, tuple(param.shape))
+        group = groups.setdefault(kind, {"params": [], **settings_of(contender, kind)})
+        group["params"].append(param)
+    return maxfactor.MaxFactor(list(groups.values()))
+
+
+def counted(contender: str, model: Mapping[str, Shape], mesh: DeviceMesh) -> list[tuple[str, int]]:
+    """The messages of this rank in the second step."""
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    params = {
+        name: torch.nn.Parameter(ones(shape, device_mesh=mesh, placements=placements))
+        for name, shape in model.items()
+    }
+    optimizer = optimizer_for(contender, params)
+    for shape, param in zip(model.values(), params.values(), strict=True):
+        param.grad = ones(shape, device_mesh=mesh, placements=placements)
+    optimizer.step()
+    messages = Messages()
+    with messages:
+        optimizer.step()
+    return messages.found
+
+
+def torch_adafactor(mesh: DeviceMesh) -> list[dict[str, str]]:
+    """What torch's own Adafactor does with shards: next to the same without them."""
+    rows = []
+    for shape in [(8,), (8, 4), (4, 4, 4)]:
+        generator = torch.Generator().manual_seed(0)
+        weight, grad = (torch.randn(shape, generator=generator) for _ in range(2))
+        grad = grad * torch.arange(1, shape[0] + 1).view(-1, *[1] * (len(shape) - 1))
+        plain = torch.nn.Parameter(weight.clone())
+        shard = torch.nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+        plain.grad, shard.grad = grad, distribute_tensor(grad, mesh, [Shard(0)])
+        torch.optim.Adafactor([plain]).step()
+        try:
+            torch.optim.Adafactor([shard]).step()
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            outcome = f"raises {type(error).__name__}: {str(error).splitlines()[0][:90]}"
+        else:
+            moved = (plain.detach() - weight).abs().max()
+            whole: Tensor = shard.full_tensor()  # type: ignore[attr-defined]
+            wrong = (whole.detach() - plain.detach()).abs().max() / moved
+            outcome = "equal" if wrong < 1e-5 else f"wrong by {float(wrong):.0%} of the step"
+        rows.append({"shape": str(shape), "outcome": outcome})
+    return rows
+
+
+def work(rank: int, world: int, port: int, task: dict[str, Any], folder: str) -> None:
+    """One process: count for every contender, and write what this rank found."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, None, False, LIMIT)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=LIMIT)
+    mesh = init_device_mesh("cpu", tuple(task["mesh"]))
+    model = shapes(task["model"])
+    found = {each: counted(each, model, mesh) for each in task["contenders"]}
+    adafactor = torch_adafactor(mesh) if task["with_torch"] else []
+    (Path(folder) / f"{rank}.json").write_text(json.dumps([found, adafactor]))
+    dist.destroy_process_group()
+
+
+def measure(task: dict[str, Any], folder: Path) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Start the processes; return a row for each contender, and what torch's Adafactor did."""
+    folder.mkdir(parents=True, exist_ok=True)
+    world = math.prod(task["mesh"])
+    store = dist.TCPStore("127.0.0.1", 0, None, True, LIMIT, wait_for_workers=False)  # type: ignore[attr-defined]
+    mp.spawn(work, args=(world, store.port, task, str(folder)), nprocs=world)  # type: ignore[attr-defined,no-untyped-call]
+    answers = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+    rows = [
+        row_of(task, contender, [found[contender] for found, _ in answers])
+        for contender in task["contenders"]
+    ]
+    return rows, answers[0][1]
+
+
+def row_of(task: dict[str, Any], contender: str, ranks: list[list[Any]]) -> dict[str, Any]:
+    """What was counted on all ranks, beside the prediction."""
+    names = [[name for name, _ in found] for found in ranks]
+    assert all(each == names[0] for each in names), "every rank takes part in every message"
+    is_deal = [name == "alltoall_base_" for name in names[0]]
+    copies = math.prod(task["mesh"][:-1])  # which deal among themselves
+    sizes = [[size for _, size in found] for found in ranks]
+    totals = [
+        sum(column) // copies if deal else column[0]
+        for deal, column in zip(is_deal, zip(*sizes, strict=True), strict=True)
+    ]
+    expected = predicted(shapes(task["model"]), contender, task["mesh"][-1])
+    return {
+        "optimizer": contender,
+        "model": task["model"],
+        "mesh": task["mesh"],
+        "messages": [
+            {"name": name, "bytes": total} for name, total in zip(names[0], totals, strict=True)
+        ],
+        "predicted": [asdict(message) for message in expected],
+        "as_predicted": totals == [message.bytes for message in expected]
+        and is_deal == [message.kind == "deal" for message in expected],
+    }
+
+
+# ------------------------------------------------------------------------------- the command
+
+
+def table(rows: Iterable[Sequence[object]]) -> str:
+    """Rows as aligned text."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    )
+
+
+def as_text(result: Mapping[str, Any]) -> str:
+    """Two tables: counted, and on paper."""
+    counted_rows: list[list[object]] = [["optimizer", "mesh", "messages", "bytes", "as predicted"]]
+    for row in result["measured"]:
+        mesh = "x".join(map(str, row["mesh"]))
+        sizes = " + ".join(f"{message['bytes']:,}" for message in row["messages"]) or "0"
+        counted_rows.append(
+            [row["optimizer"], mesh, len(row["messages"]), sizes, row["as_predicted"]]
+        )
+    paper: list[list[object]] = [
+        [
+            "optimizer",
+            "ranks",
+            "messages",
+            "reduced MB",
+            "dealt MB",
+            "ring ms",
+            "tree ms",
+            "FSDP ms",
+        ]
+    ]
+    for row in result["on_paper"]:
+        both = [f"{row[key] / 1e6:.2f}" for key in ("all_reduce_bytes", "all_to_all_bytes")]
+        times = [f"{row[key]:.2f}" for key in ("ring_ms", "tree_ms", "fsdp_ms")]
+        paper.append([row["optimizer"], row["ranks"], row["messages"], *both, *times])
+    tables = [table(counted_rows), table(paper)]
+    torch_rows = [f"torch Adafactor {row['shape']}: {row['outcome']}" for row in result["torch"]]
+    return "\n\n".join([*tables, "\n".join(torch_rows)])
+
+
+def as_markdown(result: Mapping[str, Any]) -> str:
+    """The two tables of docs/distributed.md: counted on one mesh after the other, and on paper."""
+    counted_rows = ["| | messages | bytes on 2 ranks | on 3 | on 4 | as predicted |"]
+    paper = ["| | messages | all-reduced MB | dealt MB, there and back | ring, ms | tree, ms |"]
+    for contender in CONTENDERS:
+        rows = [row for row in result["measured"] if row["optimizer"] == contender]
+        sizes = [[f"{message['bytes']:,}" for message in row["messages"]] for row in rows]
+        told = [" + ".join(each) or "0" for each, row in zip(sizes, rows, strict=True)][:3]
+        exact = "yes" if all(row["as_predicted"] for row in rows) else "no"
+        counted_rows.append("| " + " | ".join([contender, str(len(sizes[0])), *told, exact]) + " |")
+        rows = [row for row in result["on_paper"] if row["optimizer"] == contender]
+        cells = [contender, str(rows[0]["messages"])]
+        cells += [
+            over_ranks([row[key] / 1e6 for row in rows])
+            for key in ("all_reduce_bytes", "all_to_all_bytes")
+        ]
+        cells += [over_ranks([row[key] for row in rows]) for key in ("ring_ms", "tree_ms")]
+        paper.append("| " + " | ".join(cells) + " |")
+    for lines in (counted_rows, paper):
+        lines.insert(1, "|" + "---|" * (lines[0].count("|") - 1))
+    return "\n".join([*counted_rows, "", *paper])
+
+
+def over_ranks(values: Sequence[float]) -> str:
+    """Values for each of RANKS_ON_PAPER in a cell."""
+    return " / ".join(f"{value:.3g}" for value in values) if any(values) else "0"
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--model", choices=MODELS, default="whisper-tiny", help="counted")
+    parser.add_argument("--on-paper", choices=MODELS, default="whisper-large-v3")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--quick", action="store_true", help="a tiny model on two ranks")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--markdown", type=Path, help="print the tables of a JSON, count nothing")
+    options = parser.parse_args(argv)
+    if min(options.ranks) < 2:
+        parser.error(f"--ranks must be at least 2, got {min(options.ranks)}")
+    if options.quick:
+        options.model, options.ranks = "quick", [2]
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Count, compare, print, write."""
+    options = arguments(argv)
+    if options.markdown is not None:
+        written: dict[str, Any] = json.loads(options.markdown.read_text())
+        print(as_markdown(written))
+        return written
+    meshes = [[ranks] for ranks in options.ranks] + ([] if options.quick else [[2, 2]])
+    measured, adafactor = [], []
+    with tempfile.TemporaryDirectory() as scratch:
+        for index, mesh in enumerate(meshes):
+            task = {"mesh": mesh, "model": options.model, "contenders": CONTENDERS}
+            task["with_torch"] = index == 0
+            rows, outcome = measure(task, Path(scratch) / str(index))
+            measured += rows
+            adafactor += outcome
+    paper = [on_paper(options.on_paper, each, k) for each in CONTENDERS for k in RANKS_ON_PAPER]
+    result: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "arguments": {
+            name: value for name, value in vars(options).items() if name not in ("out", "markdown")
+        },
+        "machine": machine("cpu"),
+        "versions": versions(),
+        "assumed": {"latency_seconds": LATENCY, "bandwidth_bytes_per_second": BANDWIDTH},
+        "measured": measured,
+        "on_paper": paper,
+        "torch": adafactor,
+    }
+    print(as_text(result))
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+if __name__ == "__main__":
+    main()
