@@ -13,7 +13,7 @@ from maxfactor.speech import optimizers
 from maxfactor.speech.audio import InputError
 from maxfactor.speech.evaluate import Evaluation, evaluate, in_batches, transcribe
 from maxfactor.speech.model import IGNORED, SIZES, Codec, Size, encode, loss_of, whisper
-from maxfactor.speech.train import task_codec
+from maxfactor.speech.preparation import task_codec
 
 SMALL = Size(32, 2, 2)
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from maxfactor.speech.evaluate import Evaluation
-    from maxfactor.speech.train import Result, Settings
+    from maxfactor.speech.settings import Settings
+    from maxfactor.speech.train import Result
 
 STEPS = 500  # as in the settings, which take long to import
 WRONG_INPUT = 2
@@ -216,7 +217,7 @@ def main() -> None:
 def _settings(given: dict[str, Any], out: Path | None, resume: bool) -> Settings:
     """What was given, and where it was not the defaults, or what the training began with."""
     from maxfactor.speech.audio import InputError
-    from maxfactor.speech.train import Settings, read_settings
+    from maxfactor.speech.settings import Settings, read_settings
 
     if resume and out is None:
         raise InputError("--resume needs --out, the folder of the training to go on with")
@@ -273,8 +274,8 @@ def _compare(
     from maxfactor.report import report
     from maxfactor.speech.audio import InputError, write
     from maxfactor.speech.compare import RUNS, Plan, compare
+    from maxfactor.speech.preparation import prepare
     from maxfactor.speech.shards import write_whole
-    from maxfactor.speech.train import prepare
 
     try:
         plan = Plan(settings, names, seeds, tune, same_time)
@@ -295,7 +296,7 @@ def _compare(
 def _summary(settings: Settings, out: Path, result: Result, evaluation: Evaluation) -> None:
     """The last lines: how good it is, where it is, and how to use it."""
     from maxfactor.speech.audio import write
-    from maxfactor.speech.train import METRICS
+    from maxfactor.speech.metrics import METRICS
 
     example = out / "example.wav"
     write(example, result.trainer.prepared.validation[0].samples)

@@ -32,13 +32,19 @@ def log_mel(samples: Tensor, mels: int = 80) -> Tensor:
         torch.Size([2, 80, 100])
     """
     waves = samples / FULL_SCALE if samples.dtype == torch.int16 else samples.float()
-    window = torch.hann_window(WINDOW, device=waves.device)
+    window, filters = _constants(mels, waves.device)
     spectrum = torch.stft(waves, WINDOW, HOP, window=window, return_complex=True)
     power = spectrum[..., :-1].abs() ** 2  # the last frame is centred on the end of the audio
-    energy = mel_filters(mels).to(waves.device) @ power
+    energy = filters @ power
     log = energy.clamp(min=FLOOR).log10()
     log = torch.maximum(log, log.amax(dim=(1, 2), keepdim=True) - RANGE)
     return (log + 4.0) / 4.0
+
+
+@lru_cache
+def _constants(mels: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The window and the filters; each copy to a GPU would wait for all that it has to do."""
+    return torch.hann_window(WINDOW, device=device), mel_filters(mels).to(device)
 
 
 @lru_cache

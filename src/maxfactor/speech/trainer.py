@@ -1,0 +1,172 @@
+"""A training under way: its model, its optimizers, and one step of them."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager, nullcontext
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from maxfactor.speech.data import Batch, Order, evaluation_batches, training_batches
+from maxfactor.speech.evaluate import Evaluation, evaluate
+from maxfactor.speech.features import log_mel, spec_augment
+from maxfactor.speech.model import IGNORED, loss_of
+from maxfactor.speech.optimizers import default_clip, make_optimizer
+from maxfactor.speech.settings import DTYPES, Settings, rate_factor
+
+if TYPE_CHECKING:
+    from collections import abc
+
+    from maxfactor.speech.preparation import Prepared
+
+
+class Trainer:
+    """A training under way.
+
+    Args:
+        settings: What to do.
+        prepared: What to do it with; the model is trained in place.
+    """
+
+    def __init__(self, settings: Settings, prepared: Prepared) -> None:
+        self.settings = settings
+        self.prepared = prepared
+        self.device = settings.torch_device
+        self.model = prepared.model
+        self.model.to(self.device)  # type: ignore[arg-type]  # mistaken by a decorator's types
+        self.model.train()
+        self.optimizers = make_optimizer(
+            self.model, settings.optimizer, settings.lr, settings.weight_decay
+        )
+        self._rates = [[group["lr"] for group in one.param_groups] for one in self.optimizers]
+        self._scaler = torch.amp.GradScaler(self.device.type, enabled=settings.dtype == "fp16")
+        self._augmenting = Generator(self.device)
+        self.step = 0
+        self.seconds = 0.0
+
+    def batches(self) -> abc.Generator[list[Batch], None, None]:
+        """Yield what each step learns from, from the present step on."""
+        settings, prepared = self.settings, self.prepared
+        order = Order(prepared.train.lengths, settings.batch_size, settings.seed)
+        first = self.step * settings.grad_accum
+        pin = self.device.type == "cuda"
+        single = training_batches(prepared.train, prepared.codec, order, first, pin)
+        try:
+            while True:
+                yield list(islice(single, settings.grad_accum))
+        finally:
+            single.close()  # ends its thread
+
+    def train_step(self, batches: list[Batch]) -> Tensor:
+        """Take one step of the optimizer; return the loss, without waiting for it."""
+        self._set_rates()
+        self._seed()
+        tokens = [int((batch.labels != IGNORED).sum()) for batch in batches]
+        total = torch.zeros((), device=self.device)
+        for batch, count in zip(batches, tokens, strict=True):
+            loss = self._loss(batch) * (count / sum(tokens))
+            self._scaler.scale(loss).backward()
+            total += loss.detach()
+        self._clip()
+        for optimizer in self.optimizers:
+            self._scaler.step(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+        self._scaler.update()
+        self.step += 1
+        return total
+
+    def evaluate(self) -> Evaluation:
+        """Measure the error rate on the validation set."""
+        batches = evaluation_batches(
+            self.prepared.validation, 4 * self.settings.batch_size, self.device
+        )
+        return evaluate(self.model, self.prepared.codec, batches, DTYPES[self.settings.dtype])
+
+    def effective_lr(self) -> float:
+        """The mean over groups of what the first optimizer really used."""
+        optimizer = self.optimizers[0]
+        own = getattr(optimizer, "effective_lr", None)
+        rates = own() if own else [float(group["lr"]) for group in optimizer.param_groups]
+        return float(sum(rates) / len(rates))
+
+    def memory(self) -> dict[str, list[float]]:
+        """The memory of each matrix under FAM, by name, one value for each band."""
+        known: dict[str, Any] = getattr(self.optimizers[0], "spectrum", dict)()
+        # Asked for at evaluations alone, which wait for the device anyway.
+        return {name: spectrum.beta.tolist() for name, spectrum in known.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that going on needs besides the weights."""
+        return {
+            "step": self.step,
+            "seconds": self.seconds,
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "scaler": self._scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned; the weights are already there."""
+        self.step, self.seconds = state["step"], state["seconds"]
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self._scaler.load_state_dict(state["scaler"])
+
+    def _loss(self, batch: Batch) -> Tensor:
+        samples = batch.samples.to(self.device, non_blocking=True)
+        labels = batch.labels.to(self.device, non_blocking=True)
+        features = log_mel(samples, self.model.config.num_mel_bins)
+        if self.settings.spec_augment:
+            features = spec_augment(features, self._augmenting)
+        dtype = DTYPES[self.settings.dtype]
+        with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
+            return loss_of(self.model, features, labels)
+
+    def _seed(self) -> None:
+        """Make what is random in a step depend on nothing but its number."""
+        seed = _mixed(self.settings.seed, self.step)
+        self._augmenting.manual_seed(seed)
+        torch.manual_seed(seed)  # dropout
+
+    def _clip(self) -> None:
+        norm = self.settings.clip
+        norm = default_clip(self.settings.optimizer) if norm is None else norm
+        if norm:
+            for optimizer in self.optimizers:
+                self._scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), norm)
+
+    def _set_rates(self) -> None:
+        factor = rate_factor(self.settings, self.step)
+        for optimizer, rates in zip(self.optimizers, self._rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = factor * rate
+
+
+def _mixed(seed: int, step: int) -> int:
+    """A seed for one step, far from those of other steps and seeds."""
+    return (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9) % 2**63
+
+
+@contextmanager
+def repeatable(device: torch.device) -> abc.Iterator[None]:
+    """Have a GPU add up in the same order each time; a CPU does.
+
+    Else the gradients of attention and convolutions differ from run to run in their last bits,
+    and a training that was stopped would not go on to the same weights.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch insists on it
+    switches: Any = torch.utils.deterministic  # a module whose attributes are not typed
+    before = torch.are_deterministic_algorithms_enabled(), switches.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    switches.fill_uninitialized_memory = False  # it takes a kernel for every allocation
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        switches.fill_uninitialized_memory = before[1]
