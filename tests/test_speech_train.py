@@ -449,6 +449,7 @@ def test_options_are_settings() -> None:
         "model": "tiny", "optimizer": "adamw", "lr": 0.5, "weight_decay": 0.2,
         "schedule": "linear", "warmup": 0.3, "clip": 2.0, "steps": 7, "batch_size": 3,
         "grad_accum": 2, "dtype": "bf16", "device": "cpu", "seed": 9, "spec_augment": True,
+        "cuda_graphs": False,
         "evaluate_every": 4, "keep": 1,
     }  # fmt: skip
 
@@ -458,8 +459,11 @@ def test_options_are_settings() -> None:
 
     options: list[object] = []
     for name, value in settings.items():
-        option = f"--{name.replace('_', '-')}"
-        options += [option] if value is True else [option, value]
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            options += [f"--{option}" if value else f"--no-{option}"]
+        else:
+            options += [f"--{option}", value]
     patch_train(record, lambda: run("train", *options))
     assert called.pop("out") == Path("runs/d-adamw")
     assert called == settings

@@ -68,6 +68,10 @@ Seed = Annotated[int | None, typer.Option(help="[0]")]
 Augment = Annotated[
     bool | None, typer.Option("--spec-augment", help="blank out stretches of the audio")
 ]
+CudaGraphs = Annotated[
+    bool | None,
+    typer.Option("--cuda-graphs/--no-cuda-graphs", help="GPU: launch passes whole [yes]"),
+]
 EvaluateEvery = Annotated[int | None, typer.Option(help="steps [100]")]
 Workers = Annotated[int | None, typer.Option(help="processes that synthesise")]
 Cache = Annotated[
@@ -104,6 +108,7 @@ def train(
     device: Device = None,
     seed: Seed = None,
     spec_augment: Augment = None,
+    cuda_graphs: CudaGraphs = None,
     evaluate_every: EvaluateEvery = None,
     keep: Annotated[int | None, typer.Option(help="checkpoints [2]")] = None,
     out: Annotated[Path | None, typer.Option(help="folder [runs/TASK-OPTIMIZER]")] = None,
@@ -153,6 +158,7 @@ def compare(
     device: Device = None,
     seed: Seed = None,
     spec_augment: Augment = None,
+    cuda_graphs: CudaGraphs = None,
     evaluate_every: EvaluateEvery = None,
     out: Annotated[Path, typer.Option(help="folder; what is there is not done again")] = Path(
         "runs/compare"

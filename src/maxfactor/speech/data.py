@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from maxfactor.speech.audio import SAMPLE_RATE
 from maxfactor.speech.features import GRAIN, log_mel
+from maxfactor.speech.model import IGNORED
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -51,6 +52,35 @@ class Batch(NamedTuple):
 
     samples: Tensor  # (batch, samples), int16, filled up with silence
     labels: Tensor  # (batch, tokens), filled up with what the loss ignores
+
+
+class Shape(NamedTuple):
+    """What batches are filled up to, so that there are few shapes of them.
+
+    Attributes:
+        samples: They are a multiple of this.
+        tokens: The same.
+        most_samples: But never more than this.
+        most_tokens: The same.
+    """
+
+    samples: int = GRAIN
+    tokens: int = 1
+    most_samples: int | None = None
+    most_tokens: int | None = None
+
+    def width(self, samples: int) -> int:
+        """How many samples a batch has whose longest utterance has so many."""
+        return _rounded(samples, self.samples, self.most_samples)
+
+    def length(self, tokens: int) -> int:
+        """How many tokens a batch has whose longest text has so many."""
+        return _rounded(tokens, self.tokens, self.most_tokens)
+
+
+def _rounded(count: int, grain: int, most: int | None) -> int:
+    up = -(-count // grain) * grain
+    return up if most is None else max(count, min(up, most))
 
 
 class Order:
@@ -107,7 +137,12 @@ def collate(data: Utterances, numbers: Iterable[int], samples: int | None = None
 
 
 def training_batches(
-    data: Utterances, codec: Codec, order: Order, first: int, pin: bool = False
+    data: Utterances,
+    codec: Codec,
+    order: Order,
+    first: int,
+    pin: bool = False,
+    shape: Shape | None = None,
 ) -> Generator[Batch, None, None]:
     """Yield batches from number `first` on, read ahead by a thread.
 
@@ -117,11 +152,16 @@ def training_batches(
         order: Which utterances make up a batch.
         first: Number of the first batch.
         pin: Whether to keep them in memory from which a GPU copies without waiting.
+        shape: What they are filled up to; None for no more than it takes.
     """
+    shape = shape or Shape()
 
     def make(number: int) -> Batch:
-        collated = collate(data, order[number])
-        batch = Batch(collated.samples, codec.labels(collated.texts))
+        numbers = order[number]
+        collated = collate(data, numbers, shape.width(int(data.lengths[numbers].max())))
+        labels = codec.labels(collated.texts)
+        missing = shape.length(labels.shape[1]) - labels.shape[1]
+        batch = Batch(collated.samples, nn.functional.pad(labels, (0, missing), value=IGNORED))
         return Batch(*(tensor.pin_memory() for tensor in batch)) if pin else batch
 
     reader = ThreadPoolExecutor(1, thread_name_prefix="batches")

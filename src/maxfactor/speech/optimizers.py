@@ -63,7 +63,7 @@ def make_optimizer(
         changes = {} if weight_decay is None else {"weight_decay": weight_decay}
         return [maxfactor.for_model(model, name, lr, **changes)]
     if name == "adamw":
-        return [torch.optim.AdamW(_by_decay(params, decay), lr, betas=(0.9, 0.98))]
+        return [_adamw(params, lr, decay)]
     if name == "adafactor":
         return [torch.optim.Adafactor(_by_decay(params, decay), lr)]
     if name == "lion":
@@ -86,8 +86,14 @@ def _muon(model: nn.Module, lr: float, decay: float) -> list[Optimizer]:
     rest = [one for one in model.parameters() if one.requires_grad and id(one) not in hidden]
     return [
         torch.optim.Muon(hidden.values(), lr, weight_decay=decay),
-        torch.optim.AdamW(_by_decay(rest, 0.01), lr * REST_OF_MUON, betas=(0.9, 0.98)),
+        _adamw(rest, lr * REST_OF_MUON, 0.01),
     ]
+
+
+def _adamw(params: list[nn.Parameter], lr: float, decay: float) -> Optimizer:
+    on_gpu = all(param.is_cuda for param in params)
+    fused = on_gpu or None  # few launches; None leaves the choice to torch
+    return torch.optim.AdamW(_by_decay(params, decay), lr, betas=(0.9, 0.98), fused=fused)
 
 
 def _lion(params: list[nn.Parameter], lr: float, decay: float) -> Optimizer:

@@ -47,6 +47,8 @@ class Settings:
         device: "auto", "cpu", "cuda", …
         seed: Of weights, order and augmentation; what is synthesised stays the same.
         spec_augment: Whether to blank out stretches of the features.
+        cuda_graphs: On a GPU, whether to launch whole passes at once, of batches that are filled
+            up to few shapes.
         evaluate_every: Steps between evaluations, and between checkpoints.
         keep: How many checkpoints to keep.
     """
@@ -71,6 +73,7 @@ class Settings:
     device: str = "auto"
     seed: int = 0
     spec_augment: bool = False
+    cuda_graphs: bool = True
     evaluate_every: int = 100
     keep: int = 2
 

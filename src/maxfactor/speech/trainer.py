@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Generator, Tensor, nn
 
-from maxfactor.speech.data import Batch, Order, evaluation_batches, training_batches
+from maxfactor.speech.audio import SAMPLE_RATE
+from maxfactor.speech.data import Batch, Order, Shape, evaluation_batches, training_batches
 from maxfactor.speech.evaluate import Evaluation, evaluate
 from maxfactor.speech.features import log_mel, spec_augment
-from maxfactor.speech.model import IGNORED, loss_of
+from maxfactor.speech.graphs import Graphs, is_random
+from maxfactor.speech.model import IGNORED, POSITIONS_PER_SECOND, loss_of
 from maxfactor.speech.optimizers import default_clip, make_optimizer
 from maxfactor.speech.settings import DTYPES, Settings, rate_factor
 
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
     from collections import abc
 
     from maxfactor.speech.preparation import Prepared
+
+SAMPLES_PER_POSITION = SAMPLE_RATE // POSITIONS_PER_SECOND
+SHAPE_SAMPLES = SAMPLE_RATE // 2  # graphs are for audio of whole halves of a second,
+SHAPE_TOKENS = 16  # and at most six lengths of text
 
 
 class Trainer:
@@ -44,6 +50,9 @@ class Trainer:
         self._rates = [[group["lr"] for group in one.param_groups] for one in self.optimizers]
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=settings.dtype == "fp16")
         self._augmenting = Generator(self.device)
+        self._run_pass: abc.Callable[[Tensor, Tensor, float], Tensor] = self._gradients
+        if self._takes_graphs():
+            self._run_pass = Graphs(self.model, self._gradients)
         self.step = 0
         self.seconds = 0.0
 
@@ -53,7 +62,8 @@ class Trainer:
         order = Order(prepared.train.lengths, settings.batch_size, settings.seed)
         first = self.step * settings.grad_accum
         pin = self.device.type == "cuda"
-        single = training_batches(prepared.train, prepared.codec, order, first, pin)
+        shape = self._shape()
+        single = training_batches(prepared.train, prepared.codec, order, first, pin, shape)
         try:
             while True:
                 yield list(islice(single, settings.grad_accum))
@@ -67,13 +77,12 @@ class Trainer:
         tokens = [int((batch.labels != IGNORED).sum()) for batch in batches]
         total = torch.zeros((), device=self.device)
         for batch, count in zip(batches, tokens, strict=True):
-            loss = self._loss(batch) * (count / sum(tokens))
-            self._scaler.scale(loss).backward()
-            total += loss.detach()
+            features, labels = self._inputs(batch)
+            total += self._run_pass(features, labels, count / sum(tokens))
         self._clip()
         for optimizer in self.optimizers:
             self._scaler.step(optimizer)
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=not self._takes_graphs())
         self._scaler.update()
         self.step += 1
         return total
@@ -114,15 +123,39 @@ class Trainer:
             optimizer.load_state_dict(saved)
         self._scaler.load_state_dict(state["scaler"])
 
-    def _loss(self, batch: Batch) -> Tensor:
+    def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Features and labels on the device."""
         samples = batch.samples.to(self.device, non_blocking=True)
         labels = batch.labels.to(self.device, non_blocking=True)
         features = log_mel(samples, self.model.config.num_mel_bins)
         if self.settings.spec_augment:
             features = spec_augment(features, self._augmenting)
+        return features, labels
+
+    def _gradients(self, features: Tensor, labels: Tensor, share: Tensor | float) -> Tensor:
+        """Forward and backward: return the loss as a share of the step's, add its gradients."""
         dtype = DTYPES[self.settings.dtype]
         with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
-            return loss_of(self.model, features, labels)
+            loss = loss_of(self.model, features, labels) * share
+        self._scaler.scale(loss).backward()
+        return loss.detach()
+
+    def _fills_up(self) -> bool:
+        return self.settings.cuda_graphs and self.device.type == "cuda"
+
+    def _takes_graphs(self) -> bool:
+        """Whether passes are graphs; GradScaler's scale is made anew from time to time."""
+        return (
+            self._fills_up() and self.settings.dtype != "fp16" and not is_random(self.model.config)
+        )
+
+    def _shape(self) -> Shape:
+        """Of batches: as they come, or filled up so that few graphs will do."""
+        if not self._fills_up():
+            return Shape()
+        samples = self.model.config.max_source_positions * SAMPLES_PER_POSITION
+        tokens = self.model.config.max_target_positions
+        return Shape(SHAPE_SAMPLES, max(SHAPE_TOKENS, tokens // 6), samples, tokens)
 
     def _seed(self) -> None:
         """Make what is random in a step depend on nothing but its number."""
