@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast, WhisperForConditionalGeneratio
 
 from maxfactor.speech import optimizers
 from maxfactor.speech.audio import InputError
-from maxfactor.speech.evaluate import Evaluation, evaluate, in_batches, transcribe
+from maxfactor.speech.evaluate import Evaluation, Example, decode, in_batches, transcribe
 from maxfactor.speech.model import IGNORED, SIZES, Codec, Size, encode, loss_of, whisper
 from maxfactor.speech.preparation import task_codec
 
@@ -132,7 +132,8 @@ def test_greedy_decoding_writes_what_is_likeliest(codec: Codec) -> None:
 
 
 def test_error_rates() -> None:
-    evaluation = Evaluation.of(["one two three four", "five"], ["one too three", "five five"])
+    pairs = [Example("one two three four", "one too three"), Example("five", "five five")]
+    evaluation = Evaluation.of(pairs)
     assert evaluation.wer == pytest.approx(3 / 5)
     assert evaluation.cer == pytest.approx((1 + 5 + 5) / 22)
     assert evaluation.examples[0].hypothesis == "one too three"
@@ -141,10 +142,11 @@ def test_error_rates() -> None:
 def test_evaluation_takes_batches(codec: Codec) -> None:
     model = small_model(codec)
     features, texts = torch.randn(5, 80, 200), ["ab", "c", "d e", "a", "b"]
-    whole = evaluate(model, codec, in_batches(features, texts, 5), examples=5)
-    pieces = evaluate(model, codec, in_batches(features, texts, 2), examples=5)
-    assert whole == pieces
-    assert [example.reference for example in whole.examples] == texts
+    [whole] = decode(model, codec, in_batches(features, texts, 5))
+    pieces = decode(model, codec, in_batches(features, texts, 2))
+    assert [len(batch) for batch in pieces] == [2, 2, 1]
+    assert whole == [example for batch in pieces for example in batch]
+    assert [example.reference for example in whole] == texts
 
 
 # ---------------------------------------------------------------------------- optimizers

@@ -38,6 +38,7 @@ RANKS = [
         "speech.features",
         "speech.graphs",
         "speech.optimizers",
+        "speech.parallel",
     },
     {"speech.progress", "speech.settings", "speech.shards"},
     {"speech.data", "speech.files", "speech.metrics", "speech.synth"},
@@ -47,6 +48,7 @@ RANKS = [
     {"speech.compare"},
     {"report"},
     {"cli"},
+    {"__main__"},
 ]
 SPEECH = {
     "espeakng_loader",

@@ -114,6 +114,9 @@ def train(
     out: Annotated[Path | None, typer.Option(help="folder [runs/TASK-OPTIMIZER]")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with --out")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write for it")] = False,
+    shard: Annotated[
+        str | None, typer.Option(help="ddp, fsdp or hsdp: over the processes of torchrun")
+    ] = None,
     workers: Workers = None,
     cache: Cache = None,
 ) -> None:
@@ -123,7 +126,8 @@ def train(
     """
     given = dict(locals())
     others = {
-        name: given.pop(name) for name in ("out", "resume", "tensorboard", "workers", "cache")
+        name: given.pop(name)
+        for name in ("out", "resume", "tensorboard", "shard", "workers", "cache")
     }
     with _one_line_errors():
         settings = _settings(given, out, resume)
@@ -245,26 +249,44 @@ def _train(
     out: Path,
     resume: bool,
     tensorboard: bool,
+    shard: str | None,
     workers: int | None,
     cache: Path | None,
 ) -> None:
     from rich.console import Console
 
     from maxfactor.speech import train as training
+    from maxfactor.speech.parallel import is_first
+    from maxfactor.speech.progress import Silent
     from maxfactor.speech.progress import reporter as make_reporter
 
-    reporter = make_reporter(Console())
+    reporter = make_reporter(Console()) if is_first() else Silent()
     try:
         result = training.train(
-            settings, out, resume, reporter, tensorboard=tensorboard, cache=cache, workers=workers
+            settings,
+            out,
+            resume,
+            reporter,
+            tensorboard=tensorboard,
+            cache=cache,
+            workers=workers,
+            shard=shard,
         )
     finally:
         reporter.close()
     if result.evaluation is None:
-        typer.echo(f"stopped and saved at step {result.step}; to go on:")
-        typer.echo(f"  maxfactor train --resume --out {out}")
+        if is_first():
+            typer.echo(f"stopped and saved at step {result.step}; to go on:")
+            typer.echo(f"  {_launcher(shard, result.trainer.ranks.world)} --resume --out {out}")
         raise typer.Exit(INTERRUPTED)
-    _summary(settings, out, result, result.evaluation)
+    if is_first():
+        _summary(settings, out, result, result.evaluation)
+
+
+def _launcher(shard: str | None, world: int) -> str:
+    if shard is None:
+        return "maxfactor train"
+    return f"torchrun --nproc-per-node {world} -m maxfactor train --shard {shard}"
 
 
 def _compare(
@@ -326,11 +348,13 @@ def _command() -> str:
 def _one_line_errors() -> Iterator[None]:
     """A wrong input is told in one line, with exit status 2."""
     from maxfactor.speech.audio import InputError
+    from maxfactor.speech.parallel import is_first
 
     try:
         yield
     except InputError as error:
-        typer.echo(f"maxfactor: {' '.join(str(error).split())}", err=True)
+        if is_first():  # all processes of a training fail together, for the same reason
+            typer.echo(f"maxfactor: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(WRONG_INPUT) from error
 
 

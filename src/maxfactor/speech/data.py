@@ -54,6 +54,17 @@ class Batch(NamedTuple):
     labels: Tensor  # (batch, tokens), filled up with what the loss ignores
 
 
+class Part(NamedTuple):
+    """Which part of every batch a process takes, and how many parts there are."""
+
+    rank: int = 0
+    world: int = 1
+
+    def of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """This part of a batch."""
+        return np.split(numbers, self.world)[self.rank]
+
+
 class Shape(NamedTuple):
     """What batches are filled up to, so that there are few shapes of them.
 
@@ -143,6 +154,7 @@ def training_batches(
     first: int,
     pin: bool = False,
     shape: Shape | None = None,
+    part: Part | None = None,
 ) -> Generator[Batch, None, None]:
     """Yield batches from number `first` on, read ahead by a thread.
 
@@ -153,12 +165,14 @@ def training_batches(
         first: Number of the first batch.
         pin: Whether to keep them in memory from which a GPU copies without waiting.
         shape: What they are filled up to; None for no more than it takes.
+        part: Which part of each batch, filled up as if the others were there; None for all of it.
     """
-    shape = shape or Shape()
+    shape, part = shape or Shape(), part or Part()
 
     def make(number: int) -> Batch:
         numbers = order[number]
-        collated = collate(data, numbers, shape.width(int(data.lengths[numbers].max())))
+        width = shape.width(int(data.lengths[numbers].max()))
+        collated = collate(data, part.of(numbers), width)
         labels = codec.labels(collated.texts)
         missing = shape.length(labels.shape[1]) - labels.shape[1]
         batch = Batch(collated.samples, nn.functional.pad(labels, (0, missing), value=IGNORED))
@@ -177,11 +191,18 @@ def training_batches(
 
 
 def evaluation_batches(
-    data: Utterances, batch_size: int, device: torch.device | str = "cpu"
+    data: Utterances,
+    batch_size: int,
+    device: torch.device | str = "cpu",
+    part: Part | None = None,
 ) -> Iterator[tuple[Tensor, list[str]]]:
-    """Yield features and texts of all utterances, longest first, so that like comes with like."""
+    """Yield features and texts of all utterances, longest first, so that like comes with like.
+
+    With a `part`, batches are dealt out to the processes one by one.
+    """
     numbers = np.argsort(-data.lengths, kind="stable")
-    for start in range(0, len(numbers), batch_size):
+    rank, world = part or Part()
+    for start in range(rank * batch_size, len(numbers), world * batch_size):
         batch = collate(data, numbers[start : start + batch_size])
         yield log_mel(batch.samples.to(device)), batch.texts
 

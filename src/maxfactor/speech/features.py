@@ -66,6 +66,8 @@ def spec_augment(
     masks: int = 2,
     time_share: float = 0.1,
     mel_share: float = 0.2,
+    rank: int = 0,
+    world: int = 1,
 ) -> Tensor:
     """Blank out random stretches of time and of frequency, others for each utterance.
 
@@ -75,10 +77,13 @@ def spec_augment(
         masks: Stretches along each axis.
         time_share: Most frames that one stretch takes, as a share of all.
         mel_share: Most bands that one stretch takes, as a share of all.
+        rank: Which part of a batch this is.
+        world: How many parts it has; each is blanked out as if it were with the others.
     """
     batch, mels, frames = features.shape
-    hidden = _stretches(batch, frames, masks, time_share, generator)[:, None, :]
-    hidden = hidden | _stretches(batch, mels, masks, mel_share, generator)[:, :, None]
+    part = slice(rank * batch, (rank + 1) * batch)
+    hidden = _stretches(world * batch, frames, masks, time_share, generator)[part, None, :]
+    hidden = hidden | _stretches(world * batch, mels, masks, mel_share, generator)[part, :, None]
     return features.masked_fill(hidden, 0.0)
 
 

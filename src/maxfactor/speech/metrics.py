@@ -18,7 +18,17 @@ if TYPE_CHECKING:
 METRICS = "metrics.jsonl"
 
 
-class Metrics:
+class NoMetrics:
+    """Writes nothing: the first process does."""
+
+    def pace(self, pace: Pace) -> None:
+        """Ignore it."""
+
+    def evaluated(self, pace: Pace, evaluation: Evaluation, memory: dict[str, list[float]]) -> None:
+        """Ignore it."""
+
+
+class Metrics(NoMetrics):
     """Writes `metrics.jsonl`, a line at a time, and for TensorBoard on request.
 
     Args:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # Rates for models of these sizes that start from random weights.
 PEERS = {"adamw": 1e-3, "adafactor": 4e-2, "muon": 2e-2, "lion": 3e-4}
 REST_OF_MUON = 0.1  # AdamW's rate for what Muon leaves out, as a share of Muon's
+# Torch's Adafactor refuses or mistakes shards, its Muon orthogonalises each shard by itself.
+WHOLE_ONLY = ("adafactor", "muon")
 CLIP = 1.0  # the norm that peers' gradients are clipped to; ours bound the step themselves
 
 
@@ -37,6 +39,15 @@ def default_lr(name: str) -> float:
 def default_clip(name: str) -> float | None:
     """The norm that gradients are clipped to, None for not at all."""
     return CLIP if name in PEERS else None
+
+
+def check_cut(name: str, cuts: bool) -> None:
+    """Refuse an optimizer that would be wrong on parts of parameters."""
+    if cuts and name in WHOLE_ONLY:
+        raise InputError(
+            f"optimizer {name} cannot step parts of parameters; take --shard ddp, or a recipe of "
+            f"ours or adamw"
+        )
 
 
 def make_optimizer(

@@ -13,7 +13,8 @@ import torch
 
 from maxfactor.speech import checkpoint
 from maxfactor.speech.audio import InputError
-from maxfactor.speech.metrics import Metrics
+from maxfactor.speech.metrics import Metrics, NoMetrics
+from maxfactor.speech.parallel import Alone, started
 from maxfactor.speech.preparation import Prepared, prepare
 from maxfactor.speech.progress import Pace, Reporter, Silent
 from maxfactor.speech.settings import SETTINGS, Settings, check_same
@@ -52,6 +53,7 @@ def train(
     tensorboard: bool = False,
     cache: Path | None = None,
     workers: int | None = None,
+    shard: str | None = None,
 ) -> Result:
     """Train, with checkpoints and metrics in a folder.
 
@@ -66,29 +68,42 @@ def train(
         tensorboard: Write for TensorBoard too.
         cache: Where synthesised speech is kept.
         workers: Processes that synthesise.
+        shard: "ddp", "fsdp" or "hsdp", in processes that `torchrun` started: how the model is
+            spread over them. The first process alone writes and tells.
     """
-    reporter = reporter or Silent()
-    last = check_folder(out, settings, resume)
-    prepared = prepared or prepare(settings, cache, workers, reporter)
-    if last is not None:
-        prepared = prepared._replace(model=checkpoint.load_model(last)[0])
-    trainer = Trainer(settings, prepared)
-    if last is not None:
-        trainer.load_state_dict(checkpoint.load_training(last))
-    write_whole(out / SETTINGS, json.dumps(asdict(settings), indent=2).encode() + b"\n")
-    metrics = Metrics(out, trainer.step, tensorboard)
-    try:
-        return _run(trainer, out, metrics, reporter)
-    finally:
-        metrics.close()
+    with started(shard, settings.torch_device) as ranks:
+        reporter = reporter if reporter is not None and ranks.rank == 0 else Silent()
+        last = ranks.together(lambda: check_folder(out, settings, resume))
+        if prepared is None:
+            prepared = ranks.first_alone(lambda: prepare(settings, cache, workers, reporter))
+        trainer = ranks.together(lambda: _trainer(settings, prepared, last, ranks))
+        if ranks.rank > 0:
+            return _run(trainer, out, NoMetrics(), reporter)
+        write_whole(out / SETTINGS, json.dumps(asdict(settings), indent=2).encode() + b"\n")
+        metrics = Metrics(out, trainer.step, tensorboard)
+        try:
+            return _run(trainer, out, metrics, reporter)
+        finally:
+            metrics.close()
 
 
-def _run(trainer: Trainer, out: Path, metrics: Metrics, reporter: Reporter) -> Result:
+def _trainer(settings: Settings, prepared: Prepared, last: Path | None, ranks: Alone) -> Trainer:
+    """A training that begins, or goes on from its last checkpoint."""
+    if last is None:
+        return Trainer(settings, prepared, ranks)
+    prepared = prepared._replace(model=checkpoint.load_model(last)[0])
+    trainer = Trainer(settings, prepared, ranks)
+    trainer.load(last)
+    return trainer
+
+
+def _run(trainer: Trainer, out: Path, metrics: NoMetrics, reporter: Reporter) -> Result:
     settings = trainer.settings
     reporter.begin("training", settings.steps, trainer.step)
     evaluation: Evaluation | None = None
     folder: Path | None = None
-    with _stop_asked() as stopping:
+    with _stop_asked() as asked:
+        stopping = _agreed(trainer.ranks, asked)
         batches = trainer.batches()
         try:
             while trainer.step < settings.steps and not stopping():
@@ -100,12 +115,12 @@ def _run(trainer: Trainer, out: Path, metrics: Metrics, reporter: Reporter) -> R
                     evaluation = trainer.evaluate()
                     metrics.evaluated(pace, evaluation, trainer.memory())
                     reporter.evaluated(trainer.step, evaluation)
-                    folder = _save(trainer, out)
+                    folder = trainer.save(out)
         finally:
             batches.close()  # ends its thread
     finished = trainer.step == settings.steps
     if folder is None or not finished:
-        folder = _save(trainer, out)
+        folder = trainer.save(out)
     if finished and evaluation is None:  # resumed after its end
         evaluation = trainer.evaluate()
     return Result(
@@ -129,7 +144,7 @@ def train_until(
     with repeatable(trainer.device):
         while trainer.step < until and not (losses and stopping()):
             losses.append(trainer.train_step(next(batches)))
-    loss = float(torch.stack(losses).mean())
+    loss = trainer.ranks.mean(float(torch.stack(losses).mean()))
     seconds = time.perf_counter() - start
     trainer.seconds += seconds
     return Pace(
@@ -152,17 +167,6 @@ def _is_evaluation(settings: Settings, step: int) -> bool:
     return step % settings.evaluate_every == 0 or step == settings.steps
 
 
-def _save(trainer: Trainer, out: Path) -> Path:
-    return checkpoint.save(
-        out,
-        trainer.step,
-        trainer.model,
-        trainer.prepared.codec,
-        trainer.state_dict(),
-        trainer.settings.keep,
-    )
-
-
 def check_folder(out: Path, settings: Settings, resume: bool) -> Path | None:
     """The checkpoint to go on from, if asked to; refuse to mix two trainings in a folder."""
     found = checkpoint.checkpoints(out)
@@ -174,6 +178,11 @@ def check_folder(out: Path, settings: Settings, resume: bool) -> Path | None:
         return None
     check_same(out, settings)
     return found[-1] if found else None
+
+
+def _agreed(ranks: Alone, asked: abc.Callable[[], bool]) -> abc.Callable[[], bool]:
+    """The same answer on all processes: yes where one of them was asked to stop."""
+    return lambda: ranks.total(int(asked())) > 0
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from contextlib import contextmanager, nullcontext
 from itertools import islice
@@ -10,17 +11,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Generator, Tensor, nn
 
+from maxfactor.placement import is_sharded
+from maxfactor.speech import checkpoint
 from maxfactor.speech.audio import SAMPLE_RATE
-from maxfactor.speech.data import Batch, Order, Shape, evaluation_batches, training_batches
-from maxfactor.speech.evaluate import Evaluation, evaluate
+from maxfactor.speech.data import (
+    Batch,
+    Order,
+    Part,
+    Shape,
+    evaluation_batches,
+    training_batches,
+)
+from maxfactor.speech.evaluate import Evaluation, decode
 from maxfactor.speech.features import log_mel, spec_augment
 from maxfactor.speech.graphs import Graphs, is_random
-from maxfactor.speech.model import IGNORED, POSITIONS_PER_SECOND, loss_of
-from maxfactor.speech.optimizers import default_clip, make_optimizer
+from maxfactor.speech.model import IGNORED, POSITIONS_PER_SECOND
+from maxfactor.speech.optimizers import check_cut, default_clip, make_optimizer
+from maxfactor.speech.parallel import Alone, Ranks, check_batch
 from maxfactor.speech.settings import DTYPES, Settings, rate_factor
 
 if TYPE_CHECKING:
     from collections import abc
+    from pathlib import Path
+
+    from transformers import WhisperForConditionalGeneration
 
     from maxfactor.speech.preparation import Prepared
 
@@ -35,15 +49,21 @@ class Trainer:
     Args:
         settings: What to do.
         prepared: What to do it with; the model is trained in place.
+        ranks: The processes that do it.
     """
 
-    def __init__(self, settings: Settings, prepared: Prepared) -> None:
+    def __init__(self, settings: Settings, prepared: Prepared, ranks: Alone | None = None) -> None:
         self.settings = settings
         self.prepared = prepared
-        self.device = settings.torch_device
+        self.ranks = ranks or Alone()
+        check_batch(settings.batch_size, self.ranks.world)
+        check_cut(settings.optimizer, self.ranks.cuts)
+        self.device = self.ranks.device(settings.torch_device)
         self.model = prepared.model
+        self._whole = copy.deepcopy(self.model) if self.ranks.cuts else self.model
         self.model.to(self.device)  # type: ignore[arg-type]  # mistaken by a decorator's types
         self.model.train()
+        self._forward = self.ranks.spread(self.model)
         self.optimizers = make_optimizer(
             self.model, settings.optimizer, settings.lr, settings.weight_decay
         )
@@ -63,7 +83,9 @@ class Trainer:
         first = self.step * settings.grad_accum
         pin = self.device.type == "cuda"
         shape = self._shape()
-        single = training_batches(prepared.train, prepared.codec, order, first, pin, shape)
+        single = training_batches(
+            prepared.train, prepared.codec, order, first, pin, shape, self._part
+        )
         try:
             while True:
                 yield list(islice(single, settings.grad_accum))
@@ -71,14 +93,20 @@ class Trainer:
             single.close()  # ends its thread
 
     def train_step(self, batches: list[Batch]) -> Tensor:
-        """Take one step of the optimizer; return the loss, without waiting for it."""
+        """Take one step of the optimizer; return the loss, without waiting for it.
+
+        Where there are several processes, each returns its own, and their mean is the step's.
+        """
         self._set_rates()
         self._seed()
         tokens = [int((batch.labels != IGNORED).sum()) for batch in batches]
+        # Gradients are averaged over the processes, but every token counts the same.
+        whole = self.ranks.total(sum(tokens)) / self.ranks.world
         total = torch.zeros((), device=self.device)
-        for batch, count in zip(batches, tokens, strict=True):
+        for number, (batch, count) in enumerate(zip(batches, tokens, strict=True), 1):
             features, labels = self._inputs(batch)
-            total += self._run_pass(features, labels, count / sum(tokens))
+            with self.ranks.adding_up(self._forward, number == len(batches)):
+                total += self._run_pass(features, labels, count / whole)
         self._clip()
         for optimizer in self.optimizers:
             self._scaler.step(optimizer)
@@ -90,9 +118,21 @@ class Trainer:
     def evaluate(self) -> Evaluation:
         """Measure the error rate on the validation set."""
         batches = evaluation_batches(
-            self.prepared.validation, 4 * self.settings.batch_size, self.device
+            self.prepared.validation, 4 * self.settings.batch_size, self.device, self._part
         )
-        return evaluate(self.model, self.prepared.codec, batches, DTYPES[self.settings.dtype])
+        model = self.whole_model()
+        model.to(self.device)  # type: ignore[arg-type]
+        mine = decode(model, self.prepared.codec, batches, DTYPES[self.settings.dtype])
+        if self.ranks.cuts:
+            model.to("cpu")  # type: ignore[arg-type]  # there may be no room for it on the device
+        return Evaluation.of([pair for batch in self.ranks.dealt(mine) for pair in batch])
+
+    def whole_model(self) -> WhisperForConditionalGeneration:
+        """The model with all its weights: itself, or where it is cut a copy on the CPU."""
+        if self.ranks.cuts:
+            for part, whole in zip(self.model.parameters(), self._whole.parameters(), strict=True):
+                whole.data.copy_(part.full_tensor() if is_sharded(part) else part)
+        return self._whole
 
     def effective_lr(self) -> float:
         """The mean over groups of what the first optimizer really used."""
@@ -107,21 +147,50 @@ class Trainer:
         # Asked for at evaluations alone, which wait for the device anyway.
         return {name: spectrum.beta.tolist() for name, spectrum in known.items()}
 
+    def save(self, out: Path) -> Path:
+        """Write a checkpoint of the present step, whole or not at all; return its folder."""
+        ranks = self.ranks
+        model, training = self.whole_model(), self.state_dict()
+        is_first = ranks.rank == 0
+        partial = checkpoint.partial_folder(out, self.step)
+        ranks.together(lambda: checkpoint.begin(partial) if is_first else None)
+        if isinstance(ranks, Ranks) and ranks.cuts:
+            checkpoint.write_parts(partial, self.model, self.optimizers, ranks.host)
+
+        def finish() -> None:
+            checkpoint.write(partial, model, self.prepared.codec, training)
+            checkpoint.finish(partial, self.settings.keep)
+
+        ranks.together(finish if is_first else lambda: None)
+        return checkpoint.whole_folder(partial)
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote; the weights are already there."""
+        ranks, saved = self.ranks, checkpoint.load_training(folder)
+        self.step, self.seconds = saved["step"], saved["seconds"]
+        self._scaler.load_state_dict(saved["scaler"])
+        if saved["optimizers"] is None:
+            group = ranks.host if isinstance(ranks, Ranks) and ranks.cuts else None
+            checkpoint.load_parts(folder, self.model, self.optimizers, group)
+        elif ranks.cuts:
+            checkpoint.load_whole(self.model, self.optimizers, saved["optimizers"])
+        else:
+            for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
+
     def state_dict(self) -> dict[str, Any]:
-        """All that going on needs besides the weights."""
+        """All that going on needs besides the weights, and besides what is cut."""
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
         return {
             "step": self.step,
             "seconds": self.seconds,
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizers": None if self.ranks.cuts else states,
             "scaler": self._scaler.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned; the weights are already there."""
-        self.step, self.seconds = state["step"], state["seconds"]
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self._scaler.load_state_dict(state["scaler"])
+    @property
+    def _part(self) -> Part:
+        return Part(self.ranks.rank, self.ranks.world)
 
     def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Features and labels on the device."""
@@ -129,14 +198,15 @@ class Trainer:
         labels = batch.labels.to(self.device, non_blocking=True)
         features = log_mel(samples, self.model.config.num_mel_bins)
         if self.settings.spec_augment:
-            features = spec_augment(features, self._augmenting)
+            rank, world = self._part
+            features = spec_augment(features, self._augmenting, rank=rank, world=world)
         return features, labels
 
     def _gradients(self, features: Tensor, labels: Tensor, share: Tensor | float) -> Tensor:
         """Forward and backward: return the loss as a share of the step's, add its gradients."""
         dtype = DTYPES[self.settings.dtype]
         with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
-            loss = loss_of(self.model, features, labels) * share
+            loss: Tensor = self._forward(features, labels) * share
         self._scaler.scale(loss).backward()
         return loss.detach()
 
@@ -158,10 +228,10 @@ class Trainer:
         return Shape(SHAPE_SAMPLES, max(SHAPE_TOKENS, tokens // 6), samples, tokens)
 
     def _seed(self) -> None:
-        """Make what is random in a step depend on nothing but its number."""
-        seed = _mixed(self.settings.seed, self.step)
-        self._augmenting.manual_seed(seed)
-        torch.manual_seed(seed)  # dropout
+        """Make what is random in a step depend on nothing but its number, and on the process."""
+        seed, (rank, world) = self.settings.seed, self._part
+        self._augmenting.manual_seed(_mixed(seed, self.step))
+        torch.manual_seed(_mixed(seed, self.step * world + rank))  # dropout
 
     def _clip(self) -> None:
         norm = self.settings.clip
