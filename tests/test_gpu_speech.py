@@ -5,11 +5,11 @@ Noise in place of speech, and no error rates: torch, numpy and transformers are 
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,11 +17,10 @@ from safetensors.torch import load_file
 from cases import no_host_sync
 from maxfactor.speech import checkpoint, train
 from maxfactor.speech.evaluate import Evaluation
-from maxfactor.speech.model import Codec, Size, whisper
 from maxfactor.speech.preparation import Prepared
 from maxfactor.speech.settings import Settings
-from maxfactor.speech.shards import Spoken
 from maxfactor.speech.trainer import Trainer, repeatable
+from noise import prepared
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,33 +30,6 @@ DEVICE = "cuda"
 BASE = Settings(
     steps=6, batch_size=4, evaluate_every=3, dtype="bf16", device=DEVICE, spec_augment=True
 )
-CODEC = Codec.build("abcdefgh", "characters")
-
-
-class Noise:
-    """Utterances of several lengths in which nothing is said."""
-
-    def __init__(self, count: int) -> None:
-        random = np.random.default_rng(0)
-        self.lengths = random.integers(4_000, 30_000, count).astype(np.int32)
-        self.texts = ["".join(random.choice(list("abcdefgh"), 3 + n % 12)) for n in range(count)]
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, number: int) -> Spoken:
-        random = np.random.default_rng(number)
-        samples = random.integers(-3000, 3000, self.lengths[number]).astype(np.int16)
-        return Spoken(samples, self.texts[number])
-
-    def text(self, number: int) -> str:
-        return self.texts[number]
-
-
-def prepared() -> Prepared:
-    torch.manual_seed(0)
-    model = whisper(CODEC, Size(64, 2, 2), seconds=2, max_tokens=32)
-    return Prepared(Noise(24), Noise(4), model, CODEC)
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
@@ -127,3 +99,30 @@ def test_a_step_does_not_wait_for_the_device(optimizer: str, graphs: bool) -> No
         with no_host_sync():
             losses = [trainer.train_step(own) for _ in range(3)]
     assert all(bool(loss.isfinite()) for loss in losses)
+
+
+@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
+def test_one_process_of_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: str) -> None:
+    """The same as without it, and a checkpoint that goes on without it."""
+    monkeypatch.setattr(Trainer, "evaluate", lambda _: Evaluation(1.0, 1.0, []))
+    settings = replace(BASE, optimizer="adamw", cuda_graphs=False)
+    train.train(settings, tmp_path / "plain", prepared=prepared())
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**names, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    train.train(settings, tmp_path / "out", prepared=prepared(), shard=shard)
+    last = checkpoint.checkpoints(tmp_path / "out")[-1]
+    assert last.name == "step-00000006"
+    compare(tmp_path)
+    last.rename(last.with_name("gone.partial"))
+    train.train(settings, tmp_path / "out", resume=True, prepared=prepared())
+    compare(tmp_path)
+
+
+def compare(folder: Path) -> None:
+    one, other = weights(folder / "plain"), weights(folder / "out")
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=1e-4)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -129,12 +130,13 @@ def load_parts(
         group: The processes that cut it; None where each has the whole.
     """
     state = {STATE: get_optimizer_state_dict(model, optimizers)}
+    where, alone = folder / PARTS, group is None
     try:
-        load_distributed(
-            state, checkpoint_id=folder / PARTS, process_group=group, no_dist=group is None
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
+            load_distributed(state, checkpoint_id=where, process_group=group, no_dist=alone)
     except (OSError, RuntimeError, CheckpointException) as error:
-        raise InputError(f"{folder / PARTS}: cannot be read, {_reason(error)}") from error
+        raise InputError(f"{where}: cannot be read, {_reason(error)}") from error
     set_optimizer_state_dict(model, optimizers, state[STATE])
 
 

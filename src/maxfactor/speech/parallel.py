@@ -23,6 +23,7 @@ from maxfactor.speech.model import loss_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import WhisperForConditionalGeneration
 
@@ -48,7 +49,13 @@ class Alone:
     """A training in one process: nobody to tell, nothing to spread."""
 
     rank, world = 0, 1
-    cuts = False  # whether each process has a part of each parameter
+    spreads = False  # whether an engine of torch's sends gradients about
+    cutters: ProcessGroup | None = None  # processes that have a part of each parameter
+
+    @property
+    def cuts(self) -> bool:
+        """Whether parameters are cut into parts."""
+        return self.cutters is not None
 
     def device(self, wanted: torch.device) -> torch.device:
         """The device of this process."""
@@ -93,14 +100,17 @@ class Ranks(Alone):
         device_type: "cpu" or "cuda".
     """
 
+    spreads = True
+
     def __init__(self, shard: str, device_type: str) -> None:
-        self.shard, self.cuts = shard, shard != "ddp"
+        self.shard = shard
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._local = int(os.environ.get("LOCAL_RANK", self.rank))
         self._here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
         self._device_type = device_type
         # Numbers of the host, which must not wait for the GPU.
-        self.host = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._host = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self.cutters = None if shard == "ddp" else self._host
 
     def device(self, wanted: torch.device) -> torch.device:
         """A GPU for each process of a machine, where they are not on the CPU."""
@@ -188,12 +198,12 @@ class Ranks(Alone):
         return init_device_mesh(self._device_type, shape, mesh_dim_names=("copies", "parts"))
 
     def _summed(self, number: Tensor) -> Tensor:
-        dist.all_reduce(number, group=self.host)
+        dist.all_reduce(number, group=self._host)
         return number
 
     def _gathered(self, mine: T) -> list[T]:
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, mine, group=self.host)
+        dist.all_gather_object(found, mine, group=self._host)
         return found
 
 

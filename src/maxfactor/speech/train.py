@@ -14,7 +14,8 @@ import torch
 from maxfactor.speech import checkpoint
 from maxfactor.speech.audio import InputError
 from maxfactor.speech.metrics import Metrics, NoMetrics
-from maxfactor.speech.parallel import Alone, started
+from maxfactor.speech.optimizers import check_cut
+from maxfactor.speech.parallel import Alone, check_batch, started
 from maxfactor.speech.preparation import Prepared, prepare
 from maxfactor.speech.progress import Pace, Reporter, Silent
 from maxfactor.speech.settings import SETTINGS, Settings, check_same
@@ -73,6 +74,8 @@ def train(
     """
     with started(shard, settings.torch_device) as ranks:
         reporter = reporter if reporter is not None and ranks.rank == 0 else Silent()
+        check_batch(settings.batch_size, ranks.world)
+        check_cut(settings.optimizer, ranks.cuts)
         last = ranks.together(lambda: check_folder(out, settings, resume))
         if prepared is None:
             prepared = ranks.first_alone(lambda: prepare(settings, cache, workers, reporter))

@@ -26,8 +26,8 @@ from maxfactor.speech.evaluate import Evaluation, decode
 from maxfactor.speech.features import log_mel, spec_augment
 from maxfactor.speech.graphs import Graphs, is_random
 from maxfactor.speech.model import IGNORED, POSITIONS_PER_SECOND
-from maxfactor.speech.optimizers import check_cut, default_clip, make_optimizer
-from maxfactor.speech.parallel import Alone, Ranks, check_batch
+from maxfactor.speech.optimizers import default_clip, make_optimizer
+from maxfactor.speech.parallel import Alone
 from maxfactor.speech.settings import DTYPES, Settings, rate_factor
 
 if TYPE_CHECKING:
@@ -56,8 +56,6 @@ class Trainer:
         self.settings = settings
         self.prepared = prepared
         self.ranks = ranks or Alone()
-        check_batch(settings.batch_size, self.ranks.world)
-        check_cut(settings.optimizer, self.ranks.cuts)
         self.device = self.ranks.device(settings.torch_device)
         self.model = prepared.model
         self._whole = copy.deepcopy(self.model) if self.ranks.cuts else self.model
@@ -149,19 +147,18 @@ class Trainer:
 
     def save(self, out: Path) -> Path:
         """Write a checkpoint of the present step, whole or not at all; return its folder."""
-        ranks = self.ranks
-        model, training = self.whole_model(), self.state_dict()
-        is_first = ranks.rank == 0
+        ranks, model, training = self.ranks, self.whole_model(), self._training()
         partial = checkpoint.partial_folder(out, self.step)
-        ranks.together(lambda: checkpoint.begin(partial) if is_first else None)
-        if isinstance(ranks, Ranks) and ranks.cuts:
-            checkpoint.write_parts(partial, self.model, self.optimizers, ranks.host)
 
         def finish() -> None:
             checkpoint.write(partial, model, self.prepared.codec, training)
             checkpoint.finish(partial, self.settings.keep)
 
-        ranks.together(finish if is_first else lambda: None)
+        is_first = ranks.rank == 0
+        ranks.together(lambda: checkpoint.begin(partial) if is_first else None)
+        if ranks.cutters is not None:
+            checkpoint.write_parts(partial, self.model, self.optimizers, ranks.cutters)
+        ranks.together(lambda: finish() if is_first else None)
         return checkpoint.whole_folder(partial)
 
     def load(self, folder: Path) -> None:
@@ -170,21 +167,20 @@ class Trainer:
         self.step, self.seconds = saved["step"], saved["seconds"]
         self._scaler.load_state_dict(saved["scaler"])
         if saved["optimizers"] is None:
-            group = ranks.host if isinstance(ranks, Ranks) and ranks.cuts else None
-            checkpoint.load_parts(folder, self.model, self.optimizers, group)
+            checkpoint.load_parts(folder, self.model, self.optimizers, ranks.cutters)
         elif ranks.cuts:
             checkpoint.load_whole(self.model, self.optimizers, saved["optimizers"])
         else:
             for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
 
-    def state_dict(self) -> dict[str, Any]:
+    def _training(self) -> dict[str, Any]:
         """All that going on needs besides the weights, and besides what is cut."""
-        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        cut = self.ranks.cuts
         return {
             "step": self.step,
             "seconds": self.seconds,
-            "optimizers": None if self.ranks.cuts else states,
+            "optimizers": None if cut else [one.state_dict() for one in self.optimizers],
             "scaler": self._scaler.state_dict(),
         }
 
@@ -215,9 +211,8 @@ class Trainer:
 
     def _takes_graphs(self) -> bool:
         """Whether passes are graphs; GradScaler's scale is made anew from time to time."""
-        return (
-            self._fills_up() and self.settings.dtype != "fp16" and not is_random(self.model.config)
-        )
+        random, scaled = is_random(self.model.config), self.settings.dtype == "fp16"
+        return self._fills_up() and not (self.ranks.spreads or random or scaled)
 
     def _shape(self) -> Shape:
         """Of batches: as they come, or filled up so that few graphs will do."""
