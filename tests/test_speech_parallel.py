@@ -30,6 +30,7 @@ from maxfactor.speech.trainer import Trainer
 from noise import prepared
 from ranks import Ranks
 
+pytestmark = pytest.mark.xdist_group("speech in two processes")  # which are started once
 BASE = Settings(
     optimizer="lean",
     steps=4,

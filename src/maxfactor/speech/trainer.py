@@ -258,7 +258,8 @@ def repeatable(device: torch.device) -> abc.Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch insists on it
+    # Torch insists on it, and looks at the first product of matrices in a process.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     switches: Any = torch.utils.deterministic  # a module whose attributes are not typed
     before = torch.are_deterministic_algorithms_enabled(), switches.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
