@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast, WhisperForConditionalGeneratio
 from maxfactor.speech import optimizers
 from maxfactor.speech.audio import InputError
 from maxfactor.speech.evaluate import Evaluation, Example, decode, in_batches, transcribe
+from maxfactor.speech.graphs import is_random
 from maxfactor.speech.model import IGNORED, SIZES, Codec, Size, encode, loss_of, whisper
 from maxfactor.speech.preparation import task_codec
 
@@ -89,6 +90,15 @@ def test_sizes(codec: Codec, name: str, millions: float) -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count / 1e6 == pytest.approx(millions, rel=0.1)
     assert model.config.d_model == SIZES[name].width
+
+
+def test_what_is_drawn_at_random_is_known(codec: Codec) -> None:
+    """A CUDA graph would not draw it anew."""
+    assert not is_random(small_model(codec).config)
+    for name in ("dropout", "attention_dropout", "decoder_layerdrop"):
+        config = small_model(codec).config
+        setattr(config, name, 0.1)
+        assert is_random(config)
 
 
 def test_unknown_size_is_refused(codec: Codec) -> None:

@@ -73,6 +73,7 @@ class Trainer:
             self._run_pass = Graphs(self.model, self._gradients)
         self.step = 0
         self.seconds = 0.0
+        self._whole_at = -1  # the step that the whole model is of
 
     def batches(self) -> abc.Generator[list[Batch], None, None]:
         """Yield what each step learns from, from the present step on."""
@@ -127,7 +128,8 @@ class Trainer:
 
     def whole_model(self) -> WhisperForConditionalGeneration:
         """The model with all its weights: itself, or where it is cut a copy on the CPU."""
-        if self.ranks.cuts:
+        if self.ranks.cuts and self._whole_at != self.step:
+            self._whole_at = self.step
             for part, whole in zip(self.model.parameters(), self._whole.parameters(), strict=True):
                 whole.data.copy_(part.full_tensor() if is_sharded(part) else part)
         return self._whole
