@@ -9,7 +9,7 @@ test: install  ## lint, types, tests: what CI runs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 demo: install  ## a small Whisper on synthesised digits, AdamW beside it, and a report
 	$(BIN)/maxfactor compare --optimizers speech,adamw --same-time --out out/demo --cache out/speech

@@ -34,7 +34,9 @@ from matplotlib.ticker import NullLocator
 from maxfactor import FAM
 from maxfactor.bench.step_time import machine, versions
 from maxfactor.speech import synth
-from maxfactor.speech.train import Settings, Trainer, prepare
+from maxfactor.speech.preparation import prepare
+from maxfactor.speech.settings import Settings
+from maxfactor.speech.trainer import Trainer
 from touch_tones_study import to_json
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from maxfactor.bench.step_time import machine, versions
 from maxfactor.speech.audio import SAMPLE_RATE
 from maxfactor.speech.data import Order, training_batches
+from maxfactor.speech.preparation import task_codec
 from maxfactor.speech.synth import Script, synthesise
-from maxfactor.speech.train import task_codec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

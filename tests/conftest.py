@@ -18,6 +18,9 @@ from ranks import Ranks
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Torch looks at it once, at the first product of matrices, and trainings on a GPU insist on it.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 torch.set_num_threads(1)
 
 

@@ -15,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 import fam_pictures
+import gpu_busy
 import maxfactor
 import momentum_study
 import speech_data
@@ -145,6 +146,21 @@ def test_speech_data_is_measured(tmp_path: Path) -> None:
     assert row["utterances"] == 60
     assert row["times_real_time_per_core"] > 0
     assert {"own_megabytes", "mapped_megabytes"} <= row.keys()
+
+
+def test_how_busy_a_gpu_is(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    gpu_busy.main(["--quick", "--cache", str(tmp_path), "--out", str(out)])
+    [row] = json.loads(out.read_text())["rows"]
+    assert row["steps_per_second"] > 0.0
+    assert row["audio_seconds_per_second"] > row["steps_per_second"]
+    assert row["busy"] is None  # a CPU has no kernels to look at
+
+
+def test_time_with_a_kernel_counts_once() -> None:
+    overlapping = [(4.0, 5.0), (0.0, 2.0), (1.0, 3.0), (1.0, 2.0)]
+    assert gpu_busy.covered(overlapping) == 4.0
+    assert gpu_busy.covered([]) == 0.0
 
 
 def test_share_of_a_training_step(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from maxfactor.report import report
 from maxfactor.speech import compare as comparing
 from maxfactor.speech.audio import InputError
 from maxfactor.speech.compare import Outcome, Plan, Run, compare
-from maxfactor.speech.train import Settings
+from maxfactor.speech.settings import Settings
 
 BASE = Settings(
     steps=2, batch_size=2, utterances=8, validation_utterances=2, evaluate_every=1, device="cpu"

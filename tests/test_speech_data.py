@@ -20,6 +20,7 @@ from maxfactor.speech.audio import SAMPLE_RATE, InputError
 from maxfactor.speech.data import (
     Batch,
     Order,
+    Shape,
     all_features,
     collate,
     evaluation_batches,
@@ -27,7 +28,7 @@ from maxfactor.speech.data import (
     training_batches,
 )
 from maxfactor.speech.features import log_mel, mel_filters, spec_augment
-from maxfactor.speech.model import Codec
+from maxfactor.speech.model import IGNORED, Codec
 from maxfactor.speech.shards import Shards, Spoken
 from maxfactor.speech.synth import Espeak, Location, Script, Utterance
 
@@ -399,6 +400,22 @@ def test_batches_go_on_where_they_stopped() -> None:
     for one, other in zip(take(0, 20)[15:], take(15, 5), strict=True):
         assert torch.equal(one.samples, other.samples)
         assert torch.equal(one.labels, other.labels)
+
+
+def test_batches_are_filled_up_to_few_shapes() -> None:
+    data = Made([400 * n for n in range(1, 13)])
+    codec = Codec.build("ab")
+    shape = Shape(samples=1600, tokens=8, most_samples=4160, most_tokens=20)
+    batches = training_batches(data, codec, Order(data.lengths, 2, seed=0), 0, shape=shape)
+    seen = [next(batches) for _ in range(6)]
+    batches.close()
+    assert {batch.samples.shape[1] for batch in seen} <= {1600, 3200, 4160, 4800}
+    assert {batch.labels.shape[1] for batch in seen} == {8}
+    for batch in seen:
+        assert (batch.labels == IGNORED).any(dim=1).all()
+    assert shape.width(3900) == 4160
+    assert shape.width(4800) == 4800  # what the data has is never cut
+    assert (Shape().width(321), Shape().length(7)) == (640, 7)
 
 
 def test_features_of_a_whole_set(tmp_path: Path) -> None:

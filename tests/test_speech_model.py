@@ -11,9 +11,10 @@ from transformers import PreTrainedTokenizerFast, WhisperForConditionalGeneratio
 
 from maxfactor.speech import optimizers
 from maxfactor.speech.audio import InputError
-from maxfactor.speech.evaluate import Evaluation, evaluate, in_batches, transcribe
+from maxfactor.speech.evaluate import Evaluation, Example, decode, in_batches, transcribe
+from maxfactor.speech.graphs import is_random
 from maxfactor.speech.model import IGNORED, SIZES, Codec, Size, encode, loss_of, whisper
-from maxfactor.speech.train import task_codec
+from maxfactor.speech.preparation import task_codec
 
 SMALL = Size(32, 2, 2)
 
@@ -91,6 +92,15 @@ def test_sizes(codec: Codec, name: str, millions: float) -> None:
     assert model.config.d_model == SIZES[name].width
 
 
+def test_what_is_drawn_at_random_is_known(codec: Codec) -> None:
+    """A CUDA graph would not draw it anew."""
+    assert not is_random(small_model(codec).config)
+    for name in ("dropout", "attention_dropout", "decoder_layerdrop"):
+        config = small_model(codec).config
+        setattr(config, name, 0.1)
+        assert is_random(config)
+
+
 def test_unknown_size_is_refused(codec: Codec) -> None:
     with pytest.raises(ValueError, match="nano, tiny, base, got 'huge'"):
         whisper(codec, "huge")
@@ -132,7 +142,8 @@ def test_greedy_decoding_writes_what_is_likeliest(codec: Codec) -> None:
 
 
 def test_error_rates() -> None:
-    evaluation = Evaluation.of(["one two three four", "five"], ["one too three", "five five"])
+    pairs = [Example("one two three four", "one too three"), Example("five", "five five")]
+    evaluation = Evaluation.of(pairs)
     assert evaluation.wer == pytest.approx(3 / 5)
     assert evaluation.cer == pytest.approx((1 + 5 + 5) / 22)
     assert evaluation.examples[0].hypothesis == "one too three"
@@ -141,10 +152,11 @@ def test_error_rates() -> None:
 def test_evaluation_takes_batches(codec: Codec) -> None:
     model = small_model(codec)
     features, texts = torch.randn(5, 80, 200), ["ab", "c", "d e", "a", "b"]
-    whole = evaluate(model, codec, in_batches(features, texts, 5), examples=5)
-    pieces = evaluate(model, codec, in_batches(features, texts, 2), examples=5)
-    assert whole == pieces
-    assert [example.reference for example in whole.examples] == texts
+    [whole] = decode(model, codec, in_batches(features, texts, 5))
+    pieces = decode(model, codec, in_batches(features, texts, 2))
+    assert [len(batch) for batch in pieces] == [2, 2, 1]
+    assert whole == [example for batch in pieces for example in batch]
+    assert [example.reference for example in whole] == texts
 
 
 # ---------------------------------------------------------------------------- optimizers

@@ -28,9 +28,12 @@ import maxfactor
 from maxfactor.cli import app
 from maxfactor.speech import checkpoint, synth, train
 from maxfactor.speech.audio import SAMPLE_RATE, InputError
-from maxfactor.speech.progress import Pace, Silent
+from maxfactor.speech.metrics import METRICS, Metrics
+from maxfactor.speech.preparation import Prepared, prepare
+from maxfactor.speech.progress import Pace
+from maxfactor.speech.settings import Settings, rate_factor
 from maxfactor.speech.shards import Shards
-from maxfactor.speech.train import Prepared, Settings, Trainer, rate_factor
+from maxfactor.speech.trainer import Trainer
 
 TINY = Settings(
     optimizer="adamw",
@@ -47,7 +50,7 @@ SOURCE = str(Path(maxfactor.__file__).parents[1])
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
-    train.prepare(TINY, folder, 1)
+    prepare(TINY, folder, 1)
     return folder
 
 
@@ -63,7 +66,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / train.METRICS).read_text().splitlines()]
+    return [json.loads(line) for line in (out / METRICS).read_text().splitlines()]
 
 
 # ------------------------------------------------------------------------------ going on
@@ -75,7 +78,7 @@ def test_a_stopped_training_goes_on_to_the_same_weights(
 ) -> None:
     settings = replace(TINY, optimizer=optimizer)
     train.train(settings, tmp_path / "whole", cache=cache, workers=1)
-    part = train.prepare(settings, cache, 1)
+    part = prepare(settings, cache, 1)
     stopped = tmp_path / "stopped"
     with pytest.raises(KeyError):  # in the middle of step 5, after the checkpoint of step 4
         train.train(settings, stopped, prepared=_failing_after(part, 9))
@@ -117,8 +120,8 @@ def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise AssertionError(process.communicate()[0])
-        if (out / train.METRICS).exists():
-            seen = (out / train.METRICS).read_text().splitlines()
+        if (out / METRICS).exists():
+            seen = (out / METRICS).read_text().splitlines()
             if seen and json.loads(seen[-1])["step"] >= step:
                 return
         time.sleep(0.005)
@@ -164,7 +167,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(cache: Path, tmp_path: Path) -> None
 
 def trainer(cache: Path, **changes: Any) -> Trainer:
     settings = replace(TINY, spec_augment=False, **changes)
-    return Trainer(settings, train.prepare(settings, cache, 1))
+    return Trainer(settings, prepare(settings, cache, 1))
 
 
 def test_accumulated_gradients_are_those_of_one_batch(cache: Path) -> None:
@@ -294,8 +297,8 @@ def test_tensorboard_on_request(cache: Path, tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_no_number_is_null(tmp_path: Path) -> None:
-    metrics = train.Metrics(tmp_path, 0, tensorboard=False)
-    metrics.pace(Pace(1, float("nan"), 0.1, 0.1, 1.0, 1.0), Silent())
+    metrics = Metrics(tmp_path, 0, tensorboard=False)
+    metrics.pace(Pace(1, float("nan"), 0.1, 0.1, 1.0, 1.0))
     assert lines(tmp_path)[0]["loss"] is None
 
 
@@ -446,6 +449,7 @@ def test_options_are_settings() -> None:
         "model": "tiny", "optimizer": "adamw", "lr": 0.5, "weight_decay": 0.2,
         "schedule": "linear", "warmup": 0.3, "clip": 2.0, "steps": 7, "batch_size": 3,
         "grad_accum": 2, "dtype": "bf16", "device": "cpu", "seed": 9, "spec_augment": True,
+        "cuda_graphs": False,
         "evaluate_every": 4, "keep": 1,
     }  # fmt: skip
 
@@ -455,8 +459,11 @@ def test_options_are_settings() -> None:
 
     options: list[object] = []
     for name, value in settings.items():
-        option = f"--{name.replace('_', '-')}"
-        options += [option] if value is True else [option, value]
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            options += [f"--{option}" if value else f"--no-{option}"]
+        else:
+            options += [f"--{option}", value]
     patch_train(record, lambda: run("train", *options))
     assert called.pop("out") == Path("runs/d-adamw")
     assert called == settings

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from maxfactor.speech.evaluate import Evaluation
-    from maxfactor.speech.train import Result, Settings
+    from maxfactor.speech.settings import Settings
+    from maxfactor.speech.train import Result
 
 STEPS = 500  # as in the settings, which take long to import
 WRONG_INPUT = 2
@@ -67,6 +68,10 @@ Seed = Annotated[int | None, typer.Option(help="[0]")]
 Augment = Annotated[
     bool | None, typer.Option("--spec-augment", help="blank out stretches of the audio")
 ]
+CudaGraphs = Annotated[
+    bool | None,
+    typer.Option("--cuda-graphs/--no-cuda-graphs", help="GPU: launch passes whole [yes]"),
+]
 EvaluateEvery = Annotated[int | None, typer.Option(help="steps [100]")]
 Workers = Annotated[int | None, typer.Option(help="processes that synthesise")]
 Cache = Annotated[
@@ -103,11 +108,15 @@ def train(
     device: Device = None,
     seed: Seed = None,
     spec_augment: Augment = None,
+    cuda_graphs: CudaGraphs = None,
     evaluate_every: EvaluateEvery = None,
     keep: Annotated[int | None, typer.Option(help="checkpoints [2]")] = None,
     out: Annotated[Path | None, typer.Option(help="folder [runs/TASK-OPTIMIZER]")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with --out")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write for it")] = False,
+    shard: Annotated[
+        str | None, typer.Option(help="ddp, fsdp or hsdp: over the processes of torchrun")
+    ] = None,
     workers: Workers = None,
     cache: Cache = None,
 ) -> None:
@@ -117,7 +126,8 @@ def train(
     """
     given = dict(locals())
     others = {
-        name: given.pop(name) for name in ("out", "resume", "tensorboard", "workers", "cache")
+        name: given.pop(name)
+        for name in ("out", "resume", "tensorboard", "shard", "workers", "cache")
     }
     with _one_line_errors():
         settings = _settings(given, out, resume)
@@ -152,6 +162,7 @@ def compare(
     device: Device = None,
     seed: Seed = None,
     spec_augment: Augment = None,
+    cuda_graphs: CudaGraphs = None,
     evaluate_every: EvaluateEvery = None,
     out: Annotated[Path, typer.Option(help="folder; what is there is not done again")] = Path(
         "runs/compare"
@@ -216,7 +227,7 @@ def main() -> None:
 def _settings(given: dict[str, Any], out: Path | None, resume: bool) -> Settings:
     """What was given, and where it was not the defaults, or what the training began with."""
     from maxfactor.speech.audio import InputError
-    from maxfactor.speech.train import Settings, read_settings
+    from maxfactor.speech.settings import Settings, read_settings
 
     if resume and out is None:
         raise InputError("--resume needs --out, the folder of the training to go on with")
@@ -238,26 +249,44 @@ def _train(
     out: Path,
     resume: bool,
     tensorboard: bool,
+    shard: str | None,
     workers: int | None,
     cache: Path | None,
 ) -> None:
     from rich.console import Console
 
     from maxfactor.speech import train as training
+    from maxfactor.speech.parallel import is_first
+    from maxfactor.speech.progress import Silent
     from maxfactor.speech.progress import reporter as make_reporter
 
-    reporter = make_reporter(Console())
+    reporter = make_reporter(Console()) if is_first() else Silent()
     try:
         result = training.train(
-            settings, out, resume, reporter, tensorboard=tensorboard, cache=cache, workers=workers
+            settings,
+            out,
+            resume,
+            reporter,
+            tensorboard=tensorboard,
+            cache=cache,
+            workers=workers,
+            shard=shard,
         )
     finally:
         reporter.close()
     if result.evaluation is None:
-        typer.echo(f"stopped and saved at step {result.step}; to go on:")
-        typer.echo(f"  maxfactor train --resume --out {out}")
+        if is_first():
+            typer.echo(f"stopped and saved at step {result.step}; to go on:")
+            typer.echo(f"  {_launcher(shard, result.trainer.ranks.world)} --resume --out {out}")
         raise typer.Exit(INTERRUPTED)
-    _summary(settings, out, result, result.evaluation)
+    if is_first():
+        _summary(settings, out, result, result.evaluation)
+
+
+def _launcher(shard: str | None, world: int) -> str:
+    if shard is None:
+        return "maxfactor train"
+    return f"torchrun --nproc-per-node {world} -m maxfactor train --shard {shard}"
 
 
 def _compare(
@@ -273,8 +302,8 @@ def _compare(
     from maxfactor.report import report
     from maxfactor.speech.audio import InputError, write
     from maxfactor.speech.compare import RUNS, Plan, compare
+    from maxfactor.speech.preparation import prepare
     from maxfactor.speech.shards import write_whole
-    from maxfactor.speech.train import prepare
 
     try:
         plan = Plan(settings, names, seeds, tune, same_time)
@@ -295,7 +324,7 @@ def _compare(
 def _summary(settings: Settings, out: Path, result: Result, evaluation: Evaluation) -> None:
     """The last lines: how good it is, where it is, and how to use it."""
     from maxfactor.speech.audio import write
-    from maxfactor.speech.train import METRICS
+    from maxfactor.speech.metrics import METRICS
 
     example = out / "example.wav"
     write(example, result.trainer.prepared.validation[0].samples)
@@ -319,11 +348,13 @@ def _command() -> str:
 def _one_line_errors() -> Iterator[None]:
     """A wrong input is told in one line, with exit status 2."""
     from maxfactor.speech.audio import InputError
+    from maxfactor.speech.parallel import is_first
 
     try:
         yield
     except InputError as error:
-        typer.echo(f"maxfactor: {' '.join(str(error).split())}", err=True)
+        if is_first():  # all processes of a training fail together, for the same reason
+            typer.echo(f"maxfactor: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(WRONG_INPUT) from error
 
 

@@ -17,15 +17,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from maxfactor.speech.audio import InputError
+from maxfactor.speech.metrics import read_metrics
 from maxfactor.speech.optimizers import default_lr
+from maxfactor.speech.preparation import prepare
+from maxfactor.speech.settings import Settings, check_same
 from maxfactor.speech.shards import write_whole
-from maxfactor.speech.train import Settings, Trainer, check_same, prepare, read_metrics, train
+from maxfactor.speech.train import train
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from torch.optim import Optimizer
+
+    from maxfactor.speech.trainer import Trainer
 
 RESULT = "result.json"
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0)  # shares of an optimizer's own rate that are tried

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from maxfactor.speech.audio import SAMPLE_RATE
 from maxfactor.speech.features import GRAIN, log_mel
+from maxfactor.speech.model import IGNORED
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -51,6 +52,46 @@ class Batch(NamedTuple):
 
     samples: Tensor  # (batch, samples), int16, filled up with silence
     labels: Tensor  # (batch, tokens), filled up with what the loss ignores
+
+
+class Part(NamedTuple):
+    """Which part of every batch a process takes, and how many parts there are."""
+
+    rank: int = 0
+    world: int = 1
+
+    def of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """This part of a batch."""
+        return np.split(numbers, self.world)[self.rank]
+
+
+class Shape(NamedTuple):
+    """What batches are filled up to, so that there are few shapes of them.
+
+    Attributes:
+        samples: They are a multiple of this.
+        tokens: The same.
+        most_samples: But never more than this.
+        most_tokens: The same.
+    """
+
+    samples: int = GRAIN
+    tokens: int = 1
+    most_samples: int | None = None
+    most_tokens: int | None = None
+
+    def width(self, samples: int) -> int:
+        """How many samples a batch has whose longest utterance has so many."""
+        return _rounded(samples, self.samples, self.most_samples)
+
+    def length(self, tokens: int) -> int:
+        """How many tokens a batch has whose longest text has so many."""
+        return _rounded(tokens, self.tokens, self.most_tokens)
+
+
+def _rounded(count: int, grain: int, most: int | None) -> int:
+    up = -(-count // grain) * grain
+    return up if most is None else max(count, min(up, most))
 
 
 class Order:
@@ -107,7 +148,13 @@ def collate(data: Utterances, numbers: Iterable[int], samples: int | None = None
 
 
 def training_batches(
-    data: Utterances, codec: Codec, order: Order, first: int, pin: bool = False
+    data: Utterances,
+    codec: Codec,
+    order: Order,
+    first: int,
+    pin: bool = False,
+    shape: Shape | None = None,
+    part: Part | None = None,
 ) -> Generator[Batch, None, None]:
     """Yield batches from number `first` on, read ahead by a thread.
 
@@ -117,11 +164,18 @@ def training_batches(
         order: Which utterances make up a batch.
         first: Number of the first batch.
         pin: Whether to keep them in memory from which a GPU copies without waiting.
+        shape: What they are filled up to; None for no more than it takes.
+        part: Which part of each batch, filled up as if the others were there; None for all of it.
     """
+    shape, part = shape or Shape(), part or Part()
 
     def make(number: int) -> Batch:
-        collated = collate(data, order[number])
-        batch = Batch(collated.samples, codec.labels(collated.texts))
+        numbers = order[number]
+        width = shape.width(int(data.lengths[numbers].max()))
+        collated = collate(data, part.of(numbers), width)
+        labels = codec.labels(collated.texts)
+        missing = shape.length(labels.shape[1]) - labels.shape[1]
+        batch = Batch(collated.samples, nn.functional.pad(labels, (0, missing), value=IGNORED))
         return Batch(*(tensor.pin_memory() for tensor in batch)) if pin else batch
 
     reader = ThreadPoolExecutor(1, thread_name_prefix="batches")
@@ -137,11 +191,18 @@ def training_batches(
 
 
 def evaluation_batches(
-    data: Utterances, batch_size: int, device: torch.device | str = "cpu"
+    data: Utterances,
+    batch_size: int,
+    device: torch.device | str = "cpu",
+    part: Part | None = None,
 ) -> Iterator[tuple[Tensor, list[str]]]:
-    """Yield features and texts of all utterances, longest first, so that like comes with like."""
+    """Yield features and texts of all utterances, longest first, so that like comes with like.
+
+    With a `part`, batches are dealt out to the processes one by one.
+    """
     numbers = np.argsort(-data.lengths, kind="stable")
-    for start in range(0, len(numbers), batch_size):
+    rank, world = part or Part()
+    for start in range(rank * batch_size, len(numbers), world * batch_size):
         batch = collate(data, numbers[start : start + batch_size])
         yield log_mel(batch.samples.to(device)), batch.texts
 

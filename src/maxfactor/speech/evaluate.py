@@ -35,47 +35,46 @@ class Evaluation:
     examples: list[Example]
 
     @staticmethod
-    def of(references: Sequence[str], hypotheses: Sequence[str], examples: int = 5) -> Evaluation:
+    def of(pairs: Sequence[Example], examples: int = 5) -> Evaluation:
         """Compare texts; a few of them from here and there are kept as examples."""
         import jiwer  # decoding needs only torch and transformers
 
-        pairs = [Example(*pair) for pair in zip(references, hypotheses, strict=True)]
+        references, hypotheses = [list(texts) for texts in zip(*pairs, strict=True)]
         apart = max(1, len(pairs) // max(1, examples))
         return Evaluation(
-            wer=float(jiwer.wer(list(references), list(hypotheses))),
-            cer=float(jiwer.cer(list(references), list(hypotheses))),
-            examples=pairs[::apart][:examples],
+            wer=float(jiwer.wer(references, hypotheses)),
+            cer=float(jiwer.cer(references, hypotheses)),
+            examples=list(pairs[::apart][:examples]),
         )
 
 
-def evaluate(
+def decode(
     model: WhisperForConditionalGeneration,
     codec: Codec,
     batches: Iterable[tuple[Tensor, Sequence[str]]],
     dtype: torch.dtype | None = None,
-    examples: int = 5,
-) -> Evaluation:
-    """Decode batches of features and compare with their texts.
+) -> list[list[Example]]:
+    """Write down batches of features, (batch, mels, frames), beside the texts they come with.
 
     Args:
         model: The model, left in the mode that it was in.
         codec: Its tokens.
-        batches: Pairs of features (batch, mels, frames) and texts.
+        batches: Pairs of features and texts.
         dtype: For autocast; None computes in the parameters' own.
-        examples: How many pairs of texts to keep.
     """
-    references: list[str] = []
-    hypotheses: list[str] = []
-    for features, texts in batches:
-        references += texts
-        hypotheses += transcribe(model, codec, features, dtype)
-    return Evaluation.of(references, hypotheses, examples)
+    return [
+        [
+            Example(*pair)
+            for pair in zip(texts, transcribe(model, codec, features, dtype), strict=True)
+        ]
+        for features, texts in batches
+    ]
 
 
 def in_batches(
     features: Tensor, texts: Sequence[str], size: int = 256
 ) -> Iterator[tuple[Tensor, Sequence[str]]]:
-    """Cut features and texts that are all there into batches for `evaluate`."""
+    """Cut features and texts that are all there into batches for `decode`."""
     for start in range(0, len(texts), size):
         yield features[start : start + size], texts[start : start + size]
 

@@ -32,13 +32,19 @@ def log_mel(samples: Tensor, mels: int = 80) -> Tensor:
         torch.Size([2, 80, 100])
     """
     waves = samples / FULL_SCALE if samples.dtype == torch.int16 else samples.float()
-    window = torch.hann_window(WINDOW, device=waves.device)
+    window, filters = _constants(mels, waves.device)
     spectrum = torch.stft(waves, WINDOW, HOP, window=window, return_complex=True)
     power = spectrum[..., :-1].abs() ** 2  # the last frame is centred on the end of the audio
-    energy = mel_filters(mels).to(waves.device) @ power
+    energy = filters @ power
     log = energy.clamp(min=FLOOR).log10()
     log = torch.maximum(log, log.amax(dim=(1, 2), keepdim=True) - RANGE)
     return (log + 4.0) / 4.0
+
+
+@lru_cache
+def _constants(mels: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The window and the filters; each copy to a GPU would wait for all that it has to do."""
+    return torch.hann_window(WINDOW, device=device), mel_filters(mels).to(device)
 
 
 @lru_cache
@@ -60,6 +66,8 @@ def spec_augment(
     masks: int = 2,
     time_share: float = 0.1,
     mel_share: float = 0.2,
+    rank: int = 0,
+    world: int = 1,
 ) -> Tensor:
     """Blank out random stretches of time and of frequency, others for each utterance.
 
@@ -69,10 +77,13 @@ def spec_augment(
         masks: Stretches along each axis.
         time_share: Most frames that one stretch takes, as a share of all.
         mel_share: Most bands that one stretch takes, as a share of all.
+        rank: Which part of a batch this is.
+        world: How many parts it has; each is blanked out as if it were with the others.
     """
     batch, mels, frames = features.shape
-    hidden = _stretches(batch, frames, masks, time_share, generator)[:, None, :]
-    hidden = hidden | _stretches(batch, mels, masks, mel_share, generator)[:, :, None]
+    part = slice(rank * batch, (rank + 1) * batch)
+    hidden = _stretches(world * batch, frames, masks, time_share, generator)[part, None, :]
+    hidden = hidden | _stretches(world * batch, mels, masks, mel_share, generator)[part, :, None]
     return features.masked_fill(hidden, 0.0)
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # Rates for models of these sizes that start from random weights.
 PEERS = {"adamw": 1e-3, "adafactor": 4e-2, "muon": 2e-2, "lion": 3e-4}
 REST_OF_MUON = 0.1  # AdamW's rate for what Muon leaves out, as a share of Muon's
+# Torch's Adafactor refuses or mistakes shards, its Muon orthogonalises each shard by itself.
+WHOLE_ONLY = ("adafactor", "muon")
 CLIP = 1.0  # the norm that peers' gradients are clipped to; ours bound the step themselves
 
 
@@ -37,6 +39,15 @@ def default_lr(name: str) -> float:
 def default_clip(name: str) -> float | None:
     """The norm that gradients are clipped to, None for not at all."""
     return CLIP if name in PEERS else None
+
+
+def check_cut(name: str, cuts: bool) -> None:
+    """Refuse an optimizer that would be wrong on parts of parameters."""
+    if cuts and name in WHOLE_ONLY:
+        raise InputError(
+            f"optimizer {name} cannot step parts of parameters; take --shard ddp, or a recipe of "
+            f"ours or adamw"
+        )
 
 
 def make_optimizer(
@@ -63,7 +74,7 @@ def make_optimizer(
         changes = {} if weight_decay is None else {"weight_decay": weight_decay}
         return [maxfactor.for_model(model, name, lr, **changes)]
     if name == "adamw":
-        return [torch.optim.AdamW(_by_decay(params, decay), lr, betas=(0.9, 0.98))]
+        return [_adamw(params, lr, decay)]
     if name == "adafactor":
         return [torch.optim.Adafactor(_by_decay(params, decay), lr)]
     if name == "lion":
@@ -86,8 +97,14 @@ def _muon(model: nn.Module, lr: float, decay: float) -> list[Optimizer]:
     rest = [one for one in model.parameters() if one.requires_grad and id(one) not in hidden]
     return [
         torch.optim.Muon(hidden.values(), lr, weight_decay=decay),
-        torch.optim.AdamW(_by_decay(rest, 0.01), lr * REST_OF_MUON, betas=(0.9, 0.98)),
+        _adamw(rest, lr * REST_OF_MUON, 0.01),
     ]
+
+
+def _adamw(params: list[nn.Parameter], lr: float, decay: float) -> Optimizer:
+    on_gpu = all(param.is_cuda for param in params)
+    fused = on_gpu or None  # few launches; None leaves the choice to torch
+    return torch.optim.AdamW(_by_decay(params, decay), lr, betas=(0.9, 0.98), fused=fused)
 
 
 def _lion(params: list[nn.Parameter], lr: float, decay: float) -> Optimizer:

@@ -5,14 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -127,13 +119,15 @@ class Bar(Lines):
     """A bar at the bottom of a terminal, and the error rates above it."""
 
     def __init__(self, console: Console) -> None:
+        from rich import progress  # a training that nobody looks at needs it not
+
         super().__init__(console)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
-            TimeRemainingColumn(compact=True),
+        self._progress = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(bar_width=None),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[status]}"),
+            progress.TimeRemainingColumn(compact=True),
             console=console,
         )
         self._progress.start()

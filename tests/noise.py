@@ -1,0 +1,40 @@
+"""Utterances in which nothing is said, and a small Whisper that listens to them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from maxfactor.speech.model import Codec, Size, whisper
+from maxfactor.speech.preparation import Prepared
+from maxfactor.speech.shards import Spoken
+
+LETTERS = "abcdefgh"
+
+
+class Noise:
+    """Utterances of several lengths."""
+
+    def __init__(self, count: int) -> None:
+        random = np.random.default_rng(0)
+        self.lengths = random.integers(4_000, 30_000, count).astype(np.int32)
+        self.texts = ["".join(random.choice(list(LETTERS), 3 + n % 12)) for n in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, number: int) -> Spoken:
+        random = np.random.default_rng(number)
+        samples = random.integers(-3000, 3000, self.lengths[number]).astype(np.int16)
+        return Spoken(samples, self.texts[number])
+
+    def text(self, number: int) -> str:
+        return self.texts[number]
+
+
+def prepared(width: int = 64) -> Prepared:
+    """The same each time."""
+    torch.manual_seed(0)
+    codec = Codec.build(LETTERS, "characters")
+    model = whisper(codec, Size(width, 2, 2), seconds=2, max_tokens=32)
+    return Prepared(Noise(24), Noise(6), model, codec)

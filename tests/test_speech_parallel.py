@@ -1,0 +1,276 @@
+"""`maxfactor train --shard` in two processes: what one process does, going on, stopping, errors."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import maxfactor
+from maxfactor.cli import app
+from maxfactor.speech import checkpoint, train
+from maxfactor.speech.audio import InputError
+from maxfactor.speech.features import spec_augment
+from maxfactor.speech.metrics import read_metrics
+from maxfactor.speech.parallel import Ranks as Processes
+from maxfactor.speech.settings import Settings
+from maxfactor.speech.trainer import Trainer
+from noise import prepared
+from ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("speech in two processes")  # which are started once
+BASE = Settings(
+    optimizer="lean",
+    steps=4,
+    batch_size=4,
+    grad_accum=2,
+    evaluate_every=2,
+    device="cpu",
+    spec_augment=True,
+)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+def trained(settings: Settings, out: Path, shard: str | None, resume: bool = False) -> int:
+    """A training in one of the processes, as if `torchrun` had started it."""
+    if shard is not None:
+        as_torchrun()
+    return train.train(settings, out, resume, prepared=prepared(32), shard=shard).step
+
+
+def as_torchrun() -> None:
+    names = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank()}
+    names |= {"WORLD_SIZE": dist.get_world_size(), "LOCAL_WORLD_SIZE": dist.get_world_size()}
+    os.environ.update({name: str(value) for name, value in names.items()})
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint.checkpoints(out)[-1] / "model.safetensors")
+
+
+def assert_alike(one: Path, other: Path) -> None:
+    """The same weights and the same curve, but for rounding."""
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=1e-5, atol=1e-5, msg=name)
+    for line, same in zip(read_metrics(one), read_metrics(other), strict=True):
+        assert line.keys() == same.keys()
+        assert line["step"] == same["step"]
+        assert line.get("loss", 0.0) == pytest.approx(same.get("loss", 0.0), rel=1e-5)
+        assert line.get("wer") == same.get("wer")
+        assert line.get("examples") == same.get("examples")
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders of trainings in one process, by optimizer."""
+    folder = tmp_path_factory.mktemp("single")
+    for optimizer in ("lean", "adamw"):
+        trained(replace(BASE, optimizer=optimizer), folder / optimizer, None)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "shard"), [("lean", "ddp"), ("lean", "fsdp"), ("adamw", "fsdp")]
+)
+def test_two_processes_train_what_one_does(
+    two: Ranks, single: Path, tmp_path: Path, optimizer: str, shard: str
+) -> None:
+    settings = replace(BASE, optimizer=optimizer)
+    assert two.run(trained, settings, tmp_path / "out", shard) == [4, 4]
+    assert_alike(single / optimizer, tmp_path / "out")
+    names = [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()]
+    assert sorted(names) == ["step-00000002", "step-00000004"]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "first", "second"),
+    [("lean", "fsdp", None), ("lean", None, "fsdp"), ("adamw", None, "fsdp"),
+     ("adamw", "fsdp", "ddp")],
+)  # fmt: skip
+def test_another_number_of_processes_goes_on(
+    two: Ranks,
+    single: Path,
+    tmp_path: Path,
+    optimizer: str,
+    first: str | None,
+    second: str | None,
+) -> None:
+    settings, out = replace(BASE, optimizer=optimizer), tmp_path / "out"
+    for shard, resume in ((first, False), (second, True)):
+        if shard is None:
+            trained(settings, out, None, resume)
+        else:
+            two.run(trained, settings, out, shard, resume)
+        if not resume:
+            drop_last(out)
+    assert_alike(single / optimizer, out)
+
+
+def drop_last(out: Path) -> None:
+    """As if it had been killed between its two checkpoints."""
+    last = checkpoint.checkpoints(out)[-1]
+    last.rename(last.with_name(last.name + ".partial"))
+    assert checkpoint.checkpoints(out)[-1].name == "step-00000002"
+
+
+def test_one_process_asked_to_stop_stops_all(two: Ranks, tmp_path: Path) -> None:
+    settings = replace(BASE, steps=50, evaluate_every=50)
+    [step, same] = two.run(interrupted, settings, tmp_path, "fsdp")
+    assert step == same < 50
+    [folder] = checkpoint.checkpoints(tmp_path)
+    assert checkpoint.load_training(folder)["step"] == step
+    assert read_metrics(tmp_path)[-1]["step"] == step
+
+
+def interrupted(settings: Settings, out: Path, shard: str) -> int:
+    step = Trainer.train_step
+
+    def with_signal(self: Trainer, batches: Any) -> torch.Tensor:
+        if self.step == 2 and self.ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, batches)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "train_step", with_signal)
+        return trained(settings, out, shard)
+
+
+def test_mixed_precision_and_our_best_recipe(two: Ranks, tmp_path: Path) -> None:
+    """The orthogonal direction makes much of rounding: the curve is near, the weights are not."""
+    settings = replace(BASE, optimizer="speech", dtype="fp16", spec_augment=False)
+    trained(settings, tmp_path / "one", None)
+    two.run(trained, settings, tmp_path / "two", "fsdp")
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-3)
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(out) if "loss" in line]
+
+
+# --------------------------------------------------------------------------- what they say
+
+
+def test_what_the_processes_tell_each_other(two: Ranks) -> None:
+    assert two.run(told) == [(1, 0.5, ["a", "b", "c"], "first"), (1, 0.5, ["a", "b", "c"], "rest")]
+
+
+def told() -> tuple[int, float, list[str], str]:
+    as_torchrun()
+    ranks = Processes("ddp", "cpu")
+    mine = [["a", "c"], ["b"]][ranks.rank]
+    done: list[str] = []
+
+    def call() -> str:
+        done.append("rest" if ranks.rank else "first")
+        return done[0]
+
+    total, mean, dealt = ranks.total(ranks.rank), ranks.mean(ranks.rank), ranks.dealt(mine)
+    return total, mean, dealt, ranks.first_alone(call)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("batch", "--batch-size 5 cannot be shared by 2 processes.*such as 6"),
+        ("optimizer", "optimizer adafactor cannot step parts .*take --shard ddp"),
+        ("other", "only the second process sees this"),
+    ],
+)
+def test_what_fails_in_one_fails_in_all(
+    two: Ranks, tmp_path: Path, case: str, message: str
+) -> None:
+    two.run(fails, tmp_path / "out", case, message)
+    assert not (tmp_path / "out").exists()
+
+
+def fails(out: Path, case: str, message: str) -> None:
+    changes: dict[str, Any] = {"batch": {"batch_size": 5}, "optimizer": {"optimizer": "adafactor"}}
+    with pytest.MonkeyPatch.context() as patch:
+        if case == "other" and dist.get_rank() == 1:
+            patch.setattr(train, "check_folder", _refuses)
+        with pytest.raises(InputError, match=message):
+            trained(replace(BASE, **changes.get(case, {})), out, "fsdp")
+
+
+def _refuses(*_: object) -> None:
+    raise InputError("only the second process sees this")
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "message"),
+    [
+        (["--shard", "fsdp"], {}, "torchrun --nproc-per-node 2 -m maxfactor train --shard fsdp"),
+        ([], {"RANK": "0", "WORLD_SIZE": "2"}, "torchrun started 2 processes"),
+        (["--shard", "tp"], {"RANK": "0"}, "one of ddp, fsdp, hsdp, got 'tp'"),
+        (["--shard", "hsdp"], {"RANK": "0", "WORLD_SIZE": "2"}, "at least 4, got 2"),
+        (["--shard", "hsdp"], {"RANK": "0", "WORLD_SIZE": "5"}, "even number.*got 5"),
+    ],
+)
+def test_wrong_starts_are_told_in_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    environment: dict[str, str],
+    message: str,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(app, ["train", "--out", str(tmp_path / "out"), *options])
+    assert result.exit_code == 2, result.output
+    assert len(result.stderr.splitlines()) == 1
+    assert re.search(message, result.stderr), result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+# -------------------------------------------------------------------------- the command
+
+
+def test_the_command_under_torchrun(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--standalone", "--local-addr", "127.0.0.1", "-m", "maxfactor", "train"]
+    command += ["--shard=fsdp", "--optimizer=speech", "--steps=2", "--batch-size=2"]
+    command += ["--utterances=4", "--validation-utterances=2", "--device=cpu", "--workers=1"]
+    command += [f"--cache={tmp_path}", f"--out={out}"]
+    source = str(Path(maxfactor.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            output, errors = process.communicate(timeout=120)
+        finally:
+            process.terminate()  # torchrun ends what it started, if it still runs
+    assert process.returncode == 0, errors
+    assert output.count("after 2 steps") == 1  # the first process alone speaks
+    heard = CliRunner().invoke(app, ["transcribe", str(out), str(out / "example.wav")])
+    assert heard.exit_code == 0, heard.output
+
+
+def test_parts_of_a_batch_are_blanked_out_as_the_whole() -> None:
+    features = torch.ones(4, 80, 50)
+    whole = spec_augment(features, torch.Generator().manual_seed(3))
+    halves = [
+        spec_augment(features[:2], torch.Generator().manual_seed(3), rank=rank, world=2)
+        for rank in range(2)
+    ]
+    assert torch.equal(torch.cat(halves), whole)
