@@ -88,8 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     study = json.loads(options.study.read_text())
     draw_all(spectrum, study, pictures)
     print_findings(spectrum)
-    for table in ("main", "vectors"):
-        print(f"\n{markdown(study['tables'].get(table, []))}")
+    for table, rows in study["tables"].items():
+        print(f"\n{table}\n\n{markdown(rows)}")
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
