@@ -137,7 +137,7 @@ class FactoredOptimizer(Optimizer):
             grad_scale=getattr(self, "grad_scale", None),  # both set by GradScaler
             found_inf=getattr(self, "found_inf", None),
         )
-        self._stepped = fused.params
+        self._stepped = fused.owners
 
     @property
     def _execution(self) -> Execution:

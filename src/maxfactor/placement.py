@@ -33,6 +33,22 @@ def local(x: Tensor) -> Tensor:
         return x.to_local() if is_sharded(x) else x
 
 
+def held(x: Tensor) -> Tensor:
+    """`local` without a view of its own, for what runs over every tensor in every step."""
+    return getattr(x, "_local_tensor", x)
+
+
+def held_as(x: Tensor, like: Tensor) -> Tensor:
+    """What this rank holds of a gradient once it is placed as `like`, its parameter."""
+    if not is_sharded(x) or not is_sharded(like):
+        return x
+    if x.placements != like.placements or x.device_mesh != like.device_mesh:
+        x = moved(x, like)
+    found = held(x)
+    # The result of a collective that is still under way has no address yet.
+    return found.wait() if hasattr(found, "wait") else found
+
+
 def sharded_dim(placement: Placement) -> int | None:
     """The dimension that a placement cuts; None for a copy."""
     # Strided shards (FSDP over tensor parallel) are no subclass of Shard, but have its dimension.

@@ -29,7 +29,7 @@ def choose(works: Sequence[Pending], execution: Execution) -> str:
     """Return "sharded", "fused", "foreach" or "plain", or say why what was asked for cannot be."""
     if any(is_sharded(work.param) or is_sharded(work.grad) for work in works):
         _check_sharded(works, execution)
-        return "sharded"
+        return _choose_for_shards(works, execution)
     if execution.capturable:
         _check_capturable(works, execution)
     if execution.fused or (execution.fused is None and not execution.foreach):
@@ -41,6 +41,25 @@ def choose(works: Sequence[Pending], execution: Execution) -> str:
     if execution.foreach is None:
         return "foreach" if all(work.param.is_cuda for work in works) else "plain"
     return "foreach" if execution.foreach else "plain"
+
+
+def _choose_for_shards(works: Sequence[Pending], execution: Execution) -> str:
+    """Return "fused" or "sharded", the same on every rank."""
+    if execution.fused is not False:
+        obstacle = fused_obstacle(works) or shard_obstacle(works)
+        if obstacle is None and (execution.fused or works[0].param.is_cuda):
+            return "fused"
+        if execution.fused:
+            raise RuntimeError(f"fused=True cannot be honoured: {obstacle}")
+    return "sharded"
+
+
+def shard_obstacle(works: Sequence[Pending]) -> str | None:
+    """What keeps the fused kernels from stepping shards; it must not differ from rank to rank."""
+    for work in works:
+        if shards_of(work.param):
+            return f"parameter {work.name!r} is cut over several ranks; set fused=False"
+    return None
 
 
 def fused_obstacle(works: Sequence[Pending]) -> str | None:
@@ -110,7 +129,7 @@ def _check_capturable(works: Sequence[Pending], execution: Execution) -> None:
 
 
 def _check_sharded(works: Sequence[Pending], execution: Execution) -> None:
-    for name in ("fused", "foreach", "capturable"):
+    for name in ("foreach", "capturable"):
         if getattr(execution, name):
             first = next(work.name for work in works if is_sharded(work.param))
             raise RuntimeError(
