@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from cases import no_host_sync
+from cases import no_host_sync, problem
 from maxfactor import Adafactor, MaxFactor, recipe
 from maxfactor.placement import local
+from ranks import Ranks
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -140,3 +143,250 @@ def test_a_nan_skips_the_step(mesh: DeviceMesh) -> None:
         assert torch.equal(local(shard.detach()), before) == (value != 1.0)
     assert optimizer.skipped == 1
     assert float(optimizer.state[shard]["step"]) == 2.0
+
+
+# ------------------------------------------------------------------ where parameters are cut
+
+Shape = tuple[int, ...]
+Layout = tuple[int | None, ...]  # the cut dimension for each mesh dimension, None for copies
+
+STEPS = 2 if DEVICE == "cpu" else 4
+# Two strips and uneven rows; no rows or no columns on a rank; vectors and a scalar; a convolution.
+SHAPES: list[Shape] = [(3, 70), (1, 2), (2, 1), (5,), (1,), (), (3, 2, 2), (0, 3)]
+FAM = {"momentum": {"warmup": 1, "theta": 0.8}}
+SETTINGS: dict[str, tuple[type[Any], dict[str, Any], Layout]] = {
+    "1.0 rows": (MaxFactor, {}, (0,)),
+    "1.0 columns": (MaxFactor, {}, (1,)),
+    "0.2 columns": (MaxFactor, recipe("0.2"), (1,)),
+    "0.3 rows": (MaxFactor, recipe("0.3"), (0,)),
+    "last": (MaxFactor, {"factor": "last", "d": 0.2, "scale": "initial"}, (2,)),
+    "dense": (MaxFactor, {"full_matrix": True, "maximize": True}, (1,)),
+    "adafactor rows": (Adafactor, {}, (0,)),
+    "fam rows": (MaxFactor, FAM | {"scale": "initial"}, (0,)),
+    "fam columns": (MaxFactor, FAM | {"momentum_dtype": "fp32"}, (1,)),
+}
+ROUNDED: list[Layout] = [(0,), (1,)]
+COUNTED: list[tuple[Layout, dict[str, Any], int]] = [
+    ((0,), {}, 3),
+    ((1,), {}, 2),  # max R is known where columns are cut
+    ((0,), FAM, 2),
+]
+if DEVICE == "cuda":  # the interpreter is too slow for more, or for four processes
+    SHAPES += [(70, 520), (600, 40), (33, 301), (1000,), (48, 8, 3)]
+    SETTINGS |= {
+        "factored": (MaxFactor, {"direction": "factored"}, (0,)),
+        "adafactor columns": (Adafactor, {"factor": "last", "lr": 0.03}, (1,)),
+        "copies": (MaxFactor, {}, (None,)),
+        "1.0 rows and columns": (MaxFactor, {}, (0, 1)),
+        "fam rows twice": (MaxFactor, FAM | {"momentum_dtype": "fp32"}, (0, 0)),
+        "adafactor copies of columns": (Adafactor, {}, (None, 1)),
+        "last rows and columns": (MaxFactor, {"factor": "last"}, (1, 0)),
+    }
+    ROUNDED += [(0, 1), (0, 0)]
+    COUNTED += [((0, 1), {}, 5), ((None, 0), {}, 3)]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """A few processes over loopback with gloo, which lets them share a GPU."""
+    found = Ranks(2 if DEVICE == "cpu" else 4)
+    yield found
+    found.stop()
+
+
+@cache
+def mesh_of(*shape: int) -> DeviceMesh | None:
+    """The first ranks in this shape; None on the others, which must ask for it too."""
+    if DEVICE == "cuda":
+        torch.cuda.set_device(0)
+    found = DeviceMesh(DEVICE, torch.arange(math.prod(shape)).reshape(shape))
+    return None if found.get_coordinate() is None else found
+
+
+def mesh_for(layout: Layout) -> DeviceMesh | None:
+    return mesh_of(*(2,) * len(layout))
+
+
+def placed(x: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
+    """A tensor that every rank has, as a DTensor; a dimension that it lacks is not cut."""
+    cuts = [None if cut is None or cut >= x.dim() else cut for cut in layout]
+    placements = [Replicate() if cut is None else Shard(cut) for cut in cuts]
+    return distribute_tensor(x.to(DEVICE), mesh, placements, src_data_rank=None)
+
+
+def same_part(ours: Tensor, theirs: Tensor, what: str) -> None:
+    """Equal to 1e-6 to this rank's part of what a single process has."""
+    assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), what
+    size = 1.0 if "momentum" in what else 0.0  # of what it averages, and may cancel
+    size = max(size, float(theirs.abs().max()) if theirs.numel() else 0.0)
+    if isinstance(ours, DTensor):
+        assert not any(placement.is_partial() for placement in ours.placements), what
+        theirs = distribute_tensor(theirs, ours.device_mesh, ours.placements, src_data_rank=None)
+        ours, theirs = local(ours), local(theirs)
+    if ours.dtype == torch.int8:
+        assert int((ours.int() - theirs.int()).abs().sum()) <= 2, what  # on the edge of a code
+        return
+    theirs = theirs.to(ours.device)
+    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6 * size, msg=lambda m: what + m)
+
+
+def equals_one_process(name: str) -> None:
+    """All shapes in one optimizer, next to the same without shards and without kernels."""
+    cls, settings, layout = SETTINGS[name]
+    mesh = mesh_for(layout)
+    if mesh is None:
+        return
+    cases = [problem(shape, steps=STEPS, seed=i) for i, shape in enumerate(SHAPES)]
+    for case in cases:
+        case.grads.reverse()  # from large to small: a maximum of the last step would be seen
+    params = [nn.Parameter(case.weight.clone().to(DEVICE)) for case in cases]
+    shards = [nn.Parameter(placed(case.weight, mesh, layout)) for case in cases]
+    single = cls(params, foreach=False, fused=False, **settings)
+    sharded = cls(shards, fused=None if DEVICE == "cuda" else True, **settings)
+    for t in range(STEPS):
+        for case, param, shard in zip(cases, params, shards, strict=True):
+            param.grad = case.grads[t].clone().to(DEVICE)
+            shard.grad = placed(case.grads[t], mesh, layout)
+        single.step()
+        sharded.step()
+        for case, param, shard in zip(cases, params, shards, strict=True):
+            what = f"{tuple(param.shape)} at {t}: "
+            same_part(shard.detach(), param.detach(), f"parameter {what}")
+            assert shard.grad is not None
+            same_part(shard.grad, case.grads[t].to(DEVICE), "the gradient is the user's: ")
+            assert sharded.state[shard].keys() == single.state[param].keys()
+            for key, value in sharded.state[shard].items():
+                same_part(value, single.state[param][key], f"{key} of {what}")
+    assert sharded._fused is not None
+    assert sharded.effective_lr() == pytest.approx(single.effective_lr(), rel=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SETTINGS)
+def test_equals_one_process(ranks: Ranks, name: str) -> None:
+    ranks.run(equals_one_process, name)
+
+
+def rounds_alike(layout: Layout) -> None:
+    mesh = mesh_for(layout)
+    if mesh is None:
+        return
+    case = problem((3, 70), dtype=torch.bfloat16, steps=2)
+    param = nn.Parameter(case.weight.clone().to(DEVICE))
+    shard = nn.Parameter(placed(case.weight, mesh, layout))
+    single, sharded = (MaxFactor([p], seed=3, fused=True) for p in (param, shard))
+    for grad in case.grads:
+        param.grad, shard.grad = grad.clone().to(DEVICE), placed(grad, mesh, layout)
+        single.step()
+        sharded.step()
+    theirs = placed(param.detach(), mesh, layout)
+    assert torch.equal(local(shard.detach()), local(theirs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ROUNDED, ids=str)
+def test_stochastic_rounding(ranks: Ranks, layout: Layout) -> None:
+    """The same noise at the same place of the whole tensor."""
+    ranks.run(rounds_alike, layout)
+
+
+def messages(count: int, layout: Layout, settings: dict[str, Any]) -> tuple[int, int] | None:
+    """All messages of a second step, and how many of them are all-reduces."""
+    mesh = mesh_for(layout)
+    if mesh is None:
+        return None
+    cases = [problem(shape, steps=1) for shape in [(2, 3), (5,)] * count]
+    shards = [nn.Parameter(placed(case.weight, mesh, layout)) for case in cases]
+    optimizer = MaxFactor(shards, fused=True, **settings)
+    for case, shard in zip(cases, shards, strict=True):
+        shard.grad = placed(case.grads[0], mesh, layout)
+    with CommDebugMode() as counted:
+        optimizer.step()
+    found = {str(op): times for op, times in counted.get_comm_counts().items()}
+    return sum(found.values()), sum(n for op, n in found.items() if "reduce" in op)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("layout", "settings", "expected"), COUNTED, ids=str)
+def test_messages_of_a_step(
+    ranks: Ranks, layout: Layout, settings: dict[str, Any], expected: int
+) -> None:
+    """At most three for each process group, whatever the number of parameters; no gathering."""
+    for count in (1, 2):
+        assert ranks.run(messages, count, layout, settings)[0] == (expected, expected)
+
+
+def fails_alike(nonfinite: str) -> None:
+    mesh = mesh_of(2)
+    if mesh is None:
+        return
+    case = problem((4, 6), steps=3)
+    param = nn.Parameter(case.weight.clone().to(DEVICE))
+    shard = nn.Parameter(placed(case.weight, mesh, (0,)))
+    # A plain parameter beside it, and one of which the second rank has nothing.
+    bias, gain = nn.Parameter(torch.ones(3, device=DEVICE)), nn.Parameter(torch.ones(1))
+    part = nn.Parameter(placed(gain.detach(), mesh, (0,)))
+    single = MaxFactor([("w", param)], fused=True, nonfinite=nonfinite)
+    sharded = MaxFactor([("g", part), ("w", shard), ("b", bias)], fused=True, nonfinite=nonfinite)
+    for t in range(3):
+        grad = case.grads[t].clone()
+        if t == 1:
+            grad[3, 1] = float("nan")  # on the second rank
+        param.grad, shard.grad = grad.to(DEVICE), placed(grad, mesh, (0,))
+        bias.grad, part.grad = torch.ones_like(bias), placed(torch.ones(1), mesh, (0,))
+        for optimizer in (single, sharded):
+            if t == 1 and nonfinite == "raise":
+                with pytest.raises(FloatingPointError, match="'w' is"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+    assert sharded.skipped == single.skipped == 1
+    for other in (shard, bias, part):
+        assert float(sharded.state[other]["step"]) == 2.0
+    same_part(shard.detach(), param.detach(), "parameter: ")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_nan_on_one_rank(ranks: Ranks, nonfinite: str) -> None:
+    ranks.run(fails_alike, nonfinite)
+
+
+def goes_elsewhere(
+    settings: dict[str, Any], shape: Shape, dtype: torch.dtype, layout: Layout, message: str
+) -> None:
+    """It is refused where the kernels were asked for, and done all the same where they were not."""
+    mesh = mesh_for(layout)
+    if mesh is None:
+        return
+    shard = nn.Parameter(placed(torch.ones(shape, dtype=dtype), mesh, layout))
+    shard.grad = placed(torch.ones(shape, dtype=dtype), mesh, layout)
+    optimizer = MaxFactor([("w", shard)], fused=True, **settings)
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+    assert not optimizer.state
+    optimizer = MaxFactor([("w", shard)], **settings)
+    optimizer.step()
+    assert optimizer._fused is None
+    assert float(optimizer.state[shard]["step"]) == 1.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("settings", "shape", "dtype", "layout", "message"),
+    [
+        ({"momentum": {"bands": 4}}, (4, 64), torch.float32, (0,), "'w' .* 4 bands, .* bands=1"),
+        ({"direction": "orthogonal"}, (4, 6), torch.float32, (0,), "'w' is cut .* set fused=False"),
+        ({}, (2, 4, 3), torch.bfloat16, (1,), "'w' .* gaps between its rows.* rounding='nearest'"),
+    ],
+    ids=str,
+)
+def test_what_the_kernels_cannot_do(
+    ranks: Ranks,
+    settings: dict[str, Any],
+    shape: Shape,
+    dtype: torch.dtype,
+    layout: Layout,
+    message: str,
+) -> None:
+    ranks.run(goes_elsewhere, settings, shape, dtype, layout, message)

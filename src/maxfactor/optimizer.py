@@ -17,7 +17,7 @@ from maxfactor.description import Description, describe_group
 from maxfactor.fam import FAM, Spectrum, as_setting, spectrum
 from maxfactor.guard import Guard
 from maxfactor.hyper import Execution, Hyper, MaxFactorHyper
-from maxfactor.placement import local
+from maxfactor.placement import local, shards_of
 from maxfactor.rule import host_scalar
 from maxfactor.state import check_kept, check_loaded, init_state, restored
 from maxfactor.work import Outcome, Pending, Work
@@ -479,8 +479,10 @@ def _fused_step(
 ) -> FusedStep:
     """Build the fused backend; imported here, because Triton is not needed for the others."""
     from maxfactor.backends.fused import FusedStep
+    from maxfactor.backends.fused_sharded import FusedShards
 
-    return FusedStep(works, flat, hypers, status=None if before is None else before.status)
+    backend = FusedShards if any(shards_of(work.param) for work in works) else FusedStep
+    return backend(works, flat, hypers, status=None if before is None else before.status)
 
 
 def _is_rehearsal(pending: list[Pending]) -> bool:

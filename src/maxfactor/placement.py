@@ -105,6 +105,13 @@ def positions(x: Tensor) -> Tensor:
     return found
 
 
+def first_index(x: Tensor) -> Shape:
+    """The index in the whole tensor of the first element that this rank holds; 0 without one."""
+    found = [_local_index(x, dim)[:1] for dim in range(x.dim())]
+    # Asked for when a plan is made, not in every step.
+    return tuple(sum(index.tolist()) for index in found)
+
+
 def _local_index(x: Tensor, dim: int) -> Tensor:
     """Which entries of a dimension this rank holds."""
     index = torch.arange(x.shape[dim], device=x.device)

@@ -14,6 +14,7 @@ from torch import Tensor
 from maxfactor.hyper import MaxFactorHyper
 from maxfactor.placement import is_sharded, shards_of
 from maxfactor.quantize import BLOCK, blocks_of
+from maxfactor.rounding import is_stochastic
 from maxfactor.state import factoring
 
 if TYPE_CHECKING:
@@ -57,9 +58,42 @@ def _choose_for_shards(works: Sequence[Pending], execution: Execution) -> str:
 def shard_obstacle(works: Sequence[Pending]) -> str | None:
     """What keeps the fused kernels from stepping shards; it must not differ from rank to rank."""
     for work in works:
-        if shards_of(work.param):
-            return f"parameter {work.name!r} is cut over several ranks; set fused=False"
+        if not (is_sharded(work.param) and shards_of(work.param)):
+            continue
+        if getattr(work.hyper, "direction", None) == "orthogonal" and work.param.dim() > 1:
+            return (
+                f"parameter {work.name!r} is cut over several ranks, and its orthogonal direction "
+                "needs the whole of it; set fused=False"
+            )
+        if is_stochastic(work.param.dtype, work.hyper) and is_scattered(work):
+            return (
+                f"parameter {work.name!r} {tuple(work.param.shape)} is placed as "
+                f"{work.param.placements}, which leaves gaps between its rows, and the kernels' "
+                "stochastic rounding does not see them; set rounding='nearest' or fused=False"
+            )
     return None
+
+
+def is_scattered(work: Pending) -> bool:
+    """Whether the rows of a shard are not one behind the other, or its columns, on some rank."""
+    param = work.param
+    assert is_sharded(param)
+    layout = factoring(tuple(param.shape), work.hyper.factor)
+    rows, columns = ((), (0,)) if layout is None else (layout.row_dims, layout.col_dims)
+    batch = [d for d in rows if d in columns]
+    for part in (
+        batch,
+        [d for d in rows if d not in batch],
+        [d for d in columns if d not in batch],
+    ):
+        cuts = [(i, dim) for i, dim in shards_of(param) if dim in part]
+        for i, dim in cuts:
+            before = math.prod(param.shape[d] for d in part if d < dim)
+            ranks = math.prod(param.device_mesh.size(j) for j, other in cuts if other == dim)
+            strided = hasattr(param.placements[i], "split_factor")
+            if before > 1 or (strided and param.shape[dim] % ranks):
+                return True
+    return False
 
 
 def fused_obstacle(works: Sequence[Pending]) -> str | None:

@@ -22,7 +22,7 @@ from maxfactor.backends import kernels as K  # noqa: N812
 from maxfactor.guard import LIMIT, given_up, refused
 from maxfactor.hyper import FLOAT32_TINY, AdafactorHyper, Hyper, MaxFactorHyper
 from maxfactor.orthogonal import orthogonal
-from maxfactor.placement import held, held_as, is_sharded, local
+from maxfactor.placement import first_index, held, held_as, is_sharded, local, shards_of
 from maxfactor.rounding import as_int32, is_stochastic, seed_key
 from maxfactor.rule import ADAFACTOR_MAX_STEP
 from maxfactor.state import factoring
@@ -38,9 +38,8 @@ WHITENED_AT_ONCE = 1 << 26  # elements
 STORES = {"int8": tl.int8, "bf16": tl.bfloat16, "fp32": tl.float32}
 
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
 Shape = tuple[int, ...]
+Matrix = tuple[int, int, int]  # rows, columns, position of the first element
 
 
 # ------------------------------------------------------------------------------ settings
@@ -54,6 +53,7 @@ class Part(Work):
     """
 
     whole: Shape
+    first: Shape  # index in the whole parameter of the first element here
 
     @property
     def numel(self) -> int:
@@ -65,7 +65,10 @@ def part_of(work: Work) -> Part:
     """The tensors that the kernels get."""
     state = {key: local(value) for key, value in work.state.items()}
     whole = tuple(work.param.shape)
-    return Part(work.name, held(work.param), held(work.grad), work.hyper, state, whole)
+    first = (0,) * len(whole)
+    if shards_of(work.param) and is_stochastic(work.param.dtype, work.hyper):
+        first = first_index(work.param)
+    return Part(work.name, held(work.param), held(work.grad), work.hyper, state, whole, first)
 
 
 def settings_of(hyper: Hyper) -> list[float]:
@@ -124,9 +127,8 @@ def flags_of(work: Part) -> int:
     return sum(int(getattr(K, name).value) for name, value in bits.items() if value)
 
 
-def is_general(work: Part) -> bool:
+def is_general(hyper: Hyper, flags: int) -> bool:
     """Whether a tensor needs more than signs and row maxima."""
-    hyper, flags = work.hyper, flags_of(work)
     if not isinstance(hyper, MaxFactorHyper):
         return True
     if flags & K.WHITENS.value:
@@ -225,10 +227,15 @@ class Plan:
         self.first_of: list[int] = []  # the first matrix of each tensor
         self.tasks: list[tuple[int, int, int]] = []  # (matrix, kind, chunk) of `finalize`
         self.kinds: dict[Key, Kind] = {}
-        self.general = {key for key, work in zip(keys, works, strict=True) if is_general(work)}
+        self.general = {
+            key
+            for key, work in zip(keys, works, strict=True)
+            if is_general(work.hyper, flags_of(work))
+        }
         self.sizes = dict.fromkeys(("rows", "row_part", "col_part", "row_chunks", "col_chunks"), 0)
         for owner, work in enumerate(works):
             self._add(owner, work, keys[owner], group_of[owner])
+        self.kinds = {key: kind for key, kind in self.kinds.items() if kind.tiles > 0}
 
     def _add(self, owner: int, work: Part, key: Key, group: int) -> None:
         flags = flags_of(work)
@@ -238,16 +245,18 @@ class Plan:
             if name in work.state:
                 common[name.upper()] = work.state[name].data_ptr()
         self.first_of.append(len(self.table))
-        if work.param.numel() == 0:
-            self.tasks.append((len(self.table), K.OF_EMPTY.value, 0))
+        matrices = matrices_of(work)
+        if not matrices:
+            task = K.OF_EMPTY if work.numel == 0 else K.OF_TENSOR
+            self.tasks.append((len(self.table), task.value, 0))
             self._append(common)
             return
         kind = self.kinds.get(key) or Kind(key, key in self.general, first_tile=self.tile_count)
         self.kinds[key] = kind
         kind.dense |= bool(kind.filters and flags & K.DENSE.value)
         first, first_tile, first_block = len(self.table), self.tile_count, kind.block_count
-        for shape in matrices_of(work):
-            self._add_matrix(work, shape, common, kind)
+        for batch, shape in enumerate(matrices):
+            self._add_matrix(work, shape, batch, common, kind)
         tiles = self.tile_count - first_tile
         for entry in self.table[first:]:
             entry[K.OWNER_TILE.value], entry[K.OWNER_TILES.value] = first_tile, tiles
@@ -258,31 +267,30 @@ class Plan:
         self.tasks.append((first, K.OF_TENSOR.value, 0))
 
     def _add_matrix(
-        self, work: Part, shape: tuple[int, int, int], common: dict[str, int], kind: Kind
+        self, work: Part, shape: Matrix, batch: int, common: dict[str, int], kind: Kind
     ) -> None:
-        """Add a matrix of (rows, columns, position of its first element)."""
+        """Add a matrix of a batch."""
         m, n, start = shape
         k = len(self.table)
         strips, down = ceil_div(n, K.COLUMNS), ceil_div(m, K.TILE_ROWS)
         entry = {"ROWS": m, "COLS": n, "START": start, "STRIPS": strips, "DOWN": down}
         entry |= {"FIRST_TILE": self.tile_count, "ROW_SPACE": self._reserve("rows", m)}
-        entry["FIRST_BLOCK"] = kind.block_count
+        entry |= {"FIRST_BLOCK": kind.block_count, **in_whole(work, shape, batch)}
         if common["FLAGS"] & K.DENSE.value:
             entry["COL_VAR"] = work.state["variance"].data_ptr() + 4 * start
         else:
-            entry |= self._add_factors(work, shape, strips, down)
+            entry |= self._add_factors(work, (m, n), batch, (strips, down))
         self.tiles.append((k, down * strips))
         self.tile_count += down * strips
-        kind.blocks.append((k, ceil_div(m, kind.maxima.rows)))
+        kind.blocks.append((k, ceil_div(m, kind.maxima.rows) if n else 0))
         kind.block_count += kind.blocks[-1][1]
         self._append({**common, **entry})
 
     def _add_factors(
-        self, work: Part, shape: tuple[int, int, int], strips: int, down: int
+        self, work: Part, shape: tuple[int, int], batch: int, tiles: tuple[int, int]
     ) -> dict[str, int]:
-        """Places of a factored matrix' statistics and partial sums."""
-        m, n, start = shape
-        k, batch = len(self.table), start // (m * n)
+        """Places of a factored matrix' statistics and partial sums; `tiles` across and down."""
+        (m, n), (strips, down), k = shape, tiles, len(self.table)
         row_chunks, col_chunks = ceil_div(m, K.CHUNK), ceil_div(n, K.CHUNK)
         self.tasks += [(k, K.OF_ROWS.value, chunk) for chunk in range(row_chunks)]
         self.tasks += [(k, K.OF_COLS.value, chunk) for chunk in range(col_chunks)]
@@ -335,21 +343,32 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def matrices_of(work: Part) -> list[tuple[int, int, int]]:
-    """(rows, columns, start) of each matrix of a tensor.
+def matrices_of(work: Part) -> list[Matrix]:
+    """Each matrix of a tensor, or what this rank holds of it, down to no rows or no columns.
 
     A vector becomes full rows of one tile's width, and the rest of it a shorter row.
     """
     shape, numel = tuple(work.param.shape), work.param.numel()
-    layout = factoring(shape, work.hyper.factor)
-    if numel == 0:
+    layout = factoring(work.whole, work.hyper.factor)
+    if work.numel == 0:
         return []
     if layout is not None:
-        m, n = layout.matrix[-2:]
-        return [(m, n, start) for start in range(0, numel, m * n)]
+        *batch, m, n = layout.of_shard(shape).matrix
+        return [(m, n, index * m * n) for index in range(math.prod(batch))]
     whole = numel // K.COLUMNS * K.COLUMNS
     pieces = [(whole // K.COLUMNS, K.COLUMNS, 0), (1, numel - whole, whole)]
     return [piece for piece in pieces if piece[0] * piece[1] > 0]
+
+
+def in_whole(work: Part, shape: Matrix, batch: int) -> dict[str, int]:
+    """The size of the matrix that `shape` is a shard of, and where in the tensor that begins."""
+    m, n, start = shape
+    layout = factoring(work.whole, work.hyper.factor)
+    if layout is None:
+        return {"ALL_ROWS": m, "ALL_COLS": n, "ORIGIN": sum(work.first) + start, "STRIDE": n}
+    m, n = layout.matrix[-2:]
+    first = sum(at * math.prod(work.whole[d + 1 :]) for d, at in enumerate(work.first))
+    return {"ALL_ROWS": m, "ALL_COLS": n, "ORIGIN": first + batch * m * n, "STRIDE": n}
 
 
 def repeated(runs: Sequence[tuple[int, int]]) -> Tensor:
@@ -656,25 +675,31 @@ class FusedStep:
                 G_KIND=KINDS[kind.key.grad_dtype], ROWS_=K.STATISTICS.rows, BUNDLE_=K.BUNDLE,
                 TILE=K.TILE_ROWS, STAGES_=K.STAGES, num_warps=K.STATISTICS.warps, **option,
             )  # fmt: skip
+        self._finalize(found_inf, scaled=scaled)
+        for kind, blocks in zip(kinds, self.blocks, strict=True):
+            if kind.filters:
+                self._filter(kind, signs, grad_scale, scaled=scaled)
+            else:
+                self._maxima(kind, blocks, grad_scale, scaled=scaled)
+        self._rescale()
+        self.whitening.run()
+        for kind in kinds:
+            self._apply(kind, signs, grad_scale, scaled=scaled, measure=False)
+
+    def _finalize(self, found_inf: Tensor, *, scaled: bool) -> None:
         K.finalize[(len(self.tasks),)](
             self.table, self.settings, self.tasks, self.row_part, self.col_part,
             self.extremes, self.row_sum_var, self.squares, self.scalars, self.update_max,
             self.ratios, self.row_max, self.bad, self.status, found_inf,
             SCALED=scaled, CHUNK_=K.CHUNK, enable_fp_fusion=True,
         )  # fmt: skip
-        for kind, blocks in zip(kinds, self.blocks, strict=True):
-            if kind.filters:
-                self._filter(kind, signs, grad_scale, scaled=scaled)
-            else:
-                self._maxima(kind, blocks, grad_scale, scaled=scaled)
-        if any(kind.general or kind.filters for kind in kinds):
+
+    def _rescale(self) -> None:
+        if any(kind.general or kind.filters for kind in self.plan.kinds.values()):
             K.rescale[(len(self.params),)](
                 self.table, self.settings, self.first_of, self.update_max, self.update_squares,
                 self.filter_sums, self.scalars, self.status, enable_fp_fusion=True,
             )  # fmt: skip
-        self.whitening.run()
-        for kind in kinds:
-            self._apply(kind, signs, grad_scale, scaled=scaled, measure=False)
 
     def _maxima(self, kind: Kind, blocks: Tensor, grad_scale: Tensor, *, scaled: bool) -> None:
         K.maxima[(len(blocks),)](

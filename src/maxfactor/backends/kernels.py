@@ -70,12 +70,14 @@ POINTERS = tl.constexpr(3)
     ROW_VAR, COL_VAR, STEP, LR, MOMENTUM, MOMENTUM_SCALE, BAND_SUMS, INITIAL_RMS,  # addresses
     ROWS, COLS, NUMEL,  # of the matrix, and elements of the whole tensor
     START,  # position of the first element in the tensor
+    ALL_ROWS, ALL_COLS,  # of the matrix of which this is a shard, or which this is
+    ORIGIN, STRIDE,  # position of the first element in the whole tensor, and from row to row
     FLAGS, GROUP,
     OWNER, OWNER_TILE, OWNER_TILES, OWNER_BLOCK, OWNER_BLOCKS,  # the tensor, its tiles and blocks
     FIRST_TILE, FIRST_BLOCK, DOWN, STRIPS,  # DOWN: tiles one below the other
     ROW_SPACE, ROW_PART, COL_PART, ROW_CHUNK, ROW_CHUNKS, COL_CHUNK,  # places in the work space
     TABLE,
-) = constants(30)  # fmt: skip
+) = constants(34)  # fmt: skip
 
 # Columns of the float32 table of settings, one row for each group.
 (
@@ -170,7 +172,10 @@ def mix(x):
 
 @triton.jit
 def rounded(w, rows, cols, n, start, key, KIND: tl.constexpr):
-    """Stochastic rounding of a piece, bit for bit as `rounding.rounded`."""
+    """Stochastic rounding of a piece, bit for bit as `rounding.rounded`.
+
+    `start` and `n` place it in the whole tensor: where the first row begins, and the next after it.
+    """
     first = start + tl.min(rows, axis=0) * n  # 64 bits only for what all elements share
     word = first.to(tl.uint32) * 0x9E3779B1 + key
     if start + tl.max(rows, axis=0) * n + n > 0xFFFFFFFF:
@@ -454,13 +459,13 @@ def finalize(
             inside = at < m
             part = row_part + tl.load(entry + ROW_PART)
             parts = tl.load(entry + STRIPS)
-            length, count = m, n
+            length, count = m, tl.load(entry + ALL_COLS)
             place = tl.load(entry + ROW_VAR).to(tl.pointer_type(tl.float32))
         else:
             inside = at < n
             part = col_part + tl.load(entry + COL_PART)
             parts = tl.load(entry + DOWN)
-            length, count = n, m
+            length, count = n, tl.load(entry + ALL_ROWS)
             place = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
         for i in range(0, parts, 16):
             which = i + several
@@ -495,7 +500,7 @@ def finalize(
 def mean_row_var(entry, row_sum_var):
     """The mean of R."""
     total = sum_of(row_sum_var, tl.load(entry + ROW_CHUNK), tl.load(entry + ROW_CHUNKS))
-    return total / tl.load(entry + ROWS).to(tl.float32)
+    return total / tl.load(entry + ALL_ROWS).to(tl.float32)
 
 
 @triton.jit
@@ -1002,7 +1007,8 @@ def write_weights(
     move,
     keep,
     key,
-    start,
+    origin,
+    stride,
     rows,
     cols,
     m,
@@ -1015,7 +1021,7 @@ def write_weights(
     w = w * keep - move
     if P_KIND != tl.float32:
         if (flags & STOCHASTIC) != 0:
-            w = rounded(w, rows, cols, n, start, key, P_KIND)
+            w = rounded(w, rows, cols, stride, origin, key, P_KIND)
         else:
             w = w.to(P_KIND).to(tl.float32)
     store_tile(pointer, w, rows, cols, m, n, P_KIND, ALIGNED)
@@ -1085,7 +1091,7 @@ def apply(
     alpha = tl.load(scalar + ALPHA)
     t = tl.load(scalar + TIME)
     key = mix(tl.load(seed_keys + group).to(tl.uint32) + t.to(tl.uint32))
-    start = tl.load(entry + START)
+    origin, stride = tl.load(entry + ORIGIN), tl.load(entry + STRIDE)
     w_pointer = address(pointers, entry, 0, P_KIND)
     place = row_max + tl.load(entry + ROW_SPACE)
     if GENERAL:
@@ -1115,8 +1121,9 @@ def apply(
             size = (bits.to(tl.float32, bitcast=True) * scale)[:, None]
             move = tl.where(((negative >> piece) & 1) != 0, -size, size)  # (9)
             w = write_weights(
-                w_pointer, w, move, keep, key, start, rows, cols, m, n, flags, P_KIND, ALIGNED
-            )
+                w_pointer, w, move, keep, key, origin, stride, rows, cols, m, n, flags,
+                P_KIND, ALIGNED,
+            )  # fmt: skip
             total += w * w
         total = tl.where((cols < n)[None, :], total, 0.0)  # outside, W was 0 and moved
     else:
@@ -1187,8 +1194,9 @@ def apply(
                     else:
                         move = g * (inverse_root(r) * scale) * root_c
             w = write_weights(
-                w_pointer, w, move, keep, key, start, rows, cols, m, n, flags, P_KIND, ALIGNED
-            )
+                w_pointer, w, move, keep, key, origin, stride, rows, cols, m, n, flags,
+                P_KIND, ALIGNED,
+            )  # fmt: skip
             total += w * w  # 0 outside the matrix, where W and G were read as 0
     tl.store(squares + tile, tl.sum(tl.sum(total, axis=1), axis=0))
     if (tile == tl.load(entry + OWNER_TILE)) & (measure == 0):
