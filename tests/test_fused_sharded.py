@@ -152,10 +152,11 @@ Layout = tuple[int | None, ...]  # the cut dimension for each mesh dimension, No
 
 STEPS = 2 if DEVICE == "cpu" else 4
 # Two strips and uneven rows; no rows or no columns on a rank; vectors and a scalar; a convolution.
-SHAPES: list[Shape] = [(3, 70), (1, 2), (2, 1), (5,), (1,), (), (3, 2, 2), (0, 3)]
+SHAPES: list[Shape] = [(3, 70), (1, 4, 5), (2, 1), (5,), (1,), (), (3, 2, 2), (0, 3)]
 FAM = {"momentum": {"warmup": 1, "theta": 0.8}}
 SETTINGS: dict[str, tuple[type[Any], dict[str, Any], Layout]] = {
-    "1.0 rows": (MaxFactor, {}, (0,)),
+    # Without floors max R is of no consequence.
+    "1.0 rows": (MaxFactor, {"eps": (1.0, 0.5)}, (0,)),
     "1.0 columns": (MaxFactor, {}, (1,)),
     "0.2 columns": (MaxFactor, recipe("0.2"), (1,)),
     "0.3 rows": (MaxFactor, recipe("0.3"), (0,)),
@@ -316,24 +317,27 @@ def test_messages_of_a_step(
         assert ranks.run(messages, count, layout, settings)[0] == (expected, expected)
 
 
-def fails_alike(nonfinite: str) -> None:
+def fails_alike(nonfinite: str, rows: int) -> None:
+    """The last row has a NaN; with a single row the second rank has nothing at all."""
     mesh = mesh_of(2)
     if mesh is None:
         return
-    case = problem((4, 6), steps=3)
+    case = problem((rows, 6), steps=3)
     param = nn.Parameter(case.weight.clone().to(DEVICE))
     shard = nn.Parameter(placed(case.weight, mesh, (0,)))
-    # A plain parameter beside it, and one of which the second rank has nothing.
-    bias, gain = nn.Parameter(torch.ones(3, device=DEVICE)), nn.Parameter(torch.ones(1))
-    part = nn.Parameter(placed(gain.detach(), mesh, (0,)))
+    gain = nn.Parameter(placed(torch.ones(1), mesh, (0,)))
+    others = [("g", gain)]
+    if rows > 1:
+        others += [("b", nn.Parameter(torch.ones(3, device=DEVICE)))]  # a plain one beside it
     single = MaxFactor([("w", param)], fused=True, nonfinite=nonfinite)
-    sharded = MaxFactor([("g", part), ("w", shard), ("b", bias)], fused=True, nonfinite=nonfinite)
+    sharded = MaxFactor([*others, ("w", shard)], fused=True, nonfinite=nonfinite)
     for t in range(3):
         grad = case.grads[t].clone()
         if t == 1:
-            grad[3, 1] = float("nan")  # on the second rank
+            grad[-1, 1] = float("nan")
         param.grad, shard.grad = grad.to(DEVICE), placed(grad, mesh, (0,))
-        bias.grad, part.grad = torch.ones_like(bias), placed(torch.ones(1), mesh, (0,))
+        for _, other in others:
+            other.grad = torch.ones_like(other)
         for optimizer in (single, sharded):
             if t == 1 and nonfinite == "raise":
                 with pytest.raises(FloatingPointError, match="'w' is"):
@@ -341,15 +345,15 @@ def fails_alike(nonfinite: str) -> None:
             else:
                 optimizer.step()
     assert sharded.skipped == single.skipped == 1
-    for other in (shard, bias, part):
+    for _, other in [*others, ("w", shard)]:
         assert float(sharded.state[other]["step"]) == 2.0
     same_part(shard.detach(), param.detach(), "parameter: ")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
-def test_nan_on_one_rank(ranks: Ranks, nonfinite: str) -> None:
-    ranks.run(fails_alike, nonfinite)
+@pytest.mark.parametrize(("nonfinite", "rows"), [("skip", 4), ("raise", 4), ("skip", 1)])
+def test_nan_on_one_rank(ranks: Ranks, nonfinite: str, rows: int) -> None:
+    ranks.run(fails_alike, nonfinite, rows)
 
 
 def goes_elsewhere(
