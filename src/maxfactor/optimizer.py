@@ -356,9 +356,8 @@ class MaxFactor(FactoredOptimizer):
         seed: Seed of the stochastic rounding; None takes torch's seed.
         foreach: True runs each operation over lists of tensors.
         fused: True runs the Triton kernels. None for both: fused on CUDA if Triton is there,
-            else foreach there; parameter by parameter on the CPU. Parameters that are cut over
-            ranks have a backend of their own where the kernels cannot step them (orthogonal
-            directions, several bands, not on CUDA), and refuse foreach.
+            else foreach there; parameter by parameter on the CPU. Sharded parameters (DTensors)
+            refuse foreach, and have a backend of their own for what the kernels cannot do.
         capturable: True counts steps on the device, for CUDA graphs.
         nonfinite: What a NaN or infinity in any gradient does to the step. "skip": nothing is
             changed, `optimizer.skipped` counts it, and 20 in a row are an error. "raise": nothing

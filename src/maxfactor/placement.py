@@ -40,13 +40,15 @@ def held(x: Tensor) -> Tensor:
 
 def held_as(x: Tensor, like: Tensor) -> Tensor:
     """What this rank holds of a gradient once it is placed as `like`, its parameter."""
-    if not is_sharded(x) or not is_sharded(like):
-        return x
-    if x.placements != like.placements or x.device_mesh != like.device_mesh:
-        x = moved(x, like)
     found = held(x)
+    if found is x:  # no DTensor, and neither is its parameter
+        return x
+    assert is_sharded(x)
+    assert is_sharded(like)
+    if x.placements != like.placements or x.device_mesh != like.device_mesh:
+        found = held(moved(x, like))
     # The result of a collective that is still under way has no address yet.
-    return found.wait() if hasattr(found, "wait") else found
+    return found if type(found) is Tensor or not hasattr(found, "wait") else found.wait()
 
 
 def sharded_dim(placement: Placement) -> int | None:

@@ -537,8 +537,8 @@ class FusedStep:
     def _to_device(self, values: object, dtype: torch.dtype) -> Tensor:
         """Bring a table to the device without waiting for it."""
         host = torch.as_tensor(values, dtype=dtype)
-        if self.device.type != "cuda":
-            return host
+        if self.device.type != "cuda" or host.numel() == 0:
+            return host.to(self.device)
         host = host.pin_memory()
         if is_capturing(self.device):
             self.kept.append(host)

@@ -8,8 +8,8 @@
       3  max     of |U|, of its rows where columns are cut; sums of U^2 and those of FAM
     apply        of the shard
 
-At most three all-reduces for each process group, and no wait for the device: whether a step is
-skipped is in the first message, and stays on the device. Copies send nothing.
+At most three all-reduces for each process group, and no wait for the device in a step: whether it
+is skipped is in the first message, and stays on the device. Copies send nothing.
 """
 
 from __future__ import annotations
@@ -284,6 +284,12 @@ class FusedShards(FusedStep):
         if self.uncounted:
             taken = (self.status[K.SKIP.value] == 0).to(torch.float32)
             torch._foreach_add_(self.uncounted, taken)
+
+    def _raise_if_given_up(self) -> None:
+        """All ranks after the same step: one that goes on would wait for the others forever."""
+        if self.event is not None:
+            self.event.synchronize()  # of the step before, long past unless the host is far ahead
+        super()._raise_if_given_up()
 
 
 def is_by_mean(row: list[int]) -> bool:
