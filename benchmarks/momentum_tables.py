@@ -126,7 +126,7 @@ def momentum_table() -> list[Entry]:
             entry(f"{name}, {direction}", "fam", OURS, momentum=momentum, direction=direction)
             for name, momentum in momentums.items()
         ]
-        look_ahead = {"momentum": 0.95, "nesterov": True, "direction": direction}
+        look_ahead: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "direction": direction}
         found.append(entry(f"EMA 0.95 with nesterov, {direction}", "fam", OURS, **look_ahead))
     return found
 

@@ -431,7 +431,6 @@ def refuses(settings: dict[str, Any], layout: Layout, message: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "layout", "message"),
     [
-        ({"fused": True}, (0,), "fused=True .* 'w' is sharded .* leave fused out"),
         ({"foreach": True}, (0,), "foreach=True .* leave foreach out"),
         ({"capturable": True}, (0,), "capturable=True .* leave capturable out"),
         ({"momentum": 0.9}, (1,), r"'w' \(6, 100\) .* momentum_dtype='fp32'"),

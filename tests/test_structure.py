@@ -26,7 +26,8 @@ RANKS = [
     {"backends.kernels", "backends.matrix", "backends.stack"},
     {"backends.filtered"},
     {"backends.foreach", "backends.plain", "backends.sharded"},
-    {"backends.fused"},
+    {"backends.fused", "backends.shard_kernels"},
+    {"backends.fused_sharded"},
     {"description", "recipes", "schedule"},
     {"optimizer"},
     {"adafactor", "bench.shapes", "groups"},
@@ -107,7 +108,7 @@ def test_host_reads_carry_their_reason(path: Path) -> None:
 def test_only_torch_is_needed(path: Path) -> None:
     """And Triton, by the fused backend alone; the speech job has an extra of its own."""
     known = {"torch", "maxfactor", *sys.stdlib_module_names}
-    if name_of(path) in ("backends.fused", "backends.kernels"):
+    if name_of(path) in ("backends.fused", "backends.kernels", "backends.shard_kernels"):
         known |= {"triton"}
     if name_of(path).startswith("speech.") or name_of(path) in ("cli", "report"):
         known |= SPEECH

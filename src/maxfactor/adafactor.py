@@ -43,7 +43,7 @@ class Adafactor(FactoredOptimizer):
         foreach: True runs each operation over lists of tensors.
         fused: True runs the Triton kernels. None for both: fused on CUDA if Triton is there,
             else foreach there; parameter by parameter on the CPU. Sharded parameters (DTensors)
-            have a backend of their own and refuse both.
+            refuse foreach, and have a backend of their own for what the kernels cannot do.
         capturable: True counts steps on the device, for CUDA graphs.
         nonfinite: What a NaN or infinity in any gradient does to the step. "skip": nothing is
             changed, `optimizer.skipped` counts it, and 20 in a row are an error. "raise": nothing

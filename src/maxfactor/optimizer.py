@@ -17,7 +17,7 @@ from maxfactor.description import Description, describe_group
 from maxfactor.fam import FAM, Spectrum, as_setting, spectrum
 from maxfactor.guard import Guard
 from maxfactor.hyper import Execution, Hyper, MaxFactorHyper
-from maxfactor.placement import local
+from maxfactor.placement import local, shards_of
 from maxfactor.rule import host_scalar
 from maxfactor.state import check_kept, check_loaded, init_state, restored
 from maxfactor.work import Outcome, Pending, Work
@@ -137,7 +137,7 @@ class FactoredOptimizer(Optimizer):
             grad_scale=getattr(self, "grad_scale", None),  # both set by GradScaler
             found_inf=getattr(self, "found_inf", None),
         )
-        self._stepped = fused.params
+        self._stepped = fused.owners
 
     @property
     def _execution(self) -> Execution:
@@ -372,7 +372,7 @@ class MaxFactor(FactoredOptimizer):
         foreach: True runs each operation over lists of tensors.
         fused: True runs the Triton kernels. None for both: fused on CUDA if Triton is there,
             else foreach there; parameter by parameter on the CPU. Sharded parameters (DTensors)
-            have a backend of their own and refuse both.
+            refuse foreach, and have a backend of their own for what the kernels cannot do.
         capturable: True counts steps on the device, for CUDA graphs.
         nonfinite: What a NaN or infinity in any gradient does to the step. "skip": nothing is
             changed, `optimizer.skipped` counts it, and 20 in a row are an error. "raise": nothing
@@ -494,8 +494,10 @@ def _fused_step(
 ) -> FusedStep:
     """Build the fused backend; imported here, because Triton is not needed for the others."""
     from maxfactor.backends.fused import FusedStep
+    from maxfactor.backends.fused_sharded import FusedShards
 
-    return FusedStep(works, flat, hypers, status=None if before is None else before.status)
+    backend = FusedShards if any(shards_of(work.param) for work in works) else FusedStep
+    return backend(works, flat, hypers, status=None if before is None else before.status)
 
 
 def _complete(optimizer: Optimizer, packed: dict[str, Any]) -> None:

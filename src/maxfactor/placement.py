@@ -33,6 +33,24 @@ def local(x: Tensor) -> Tensor:
         return x.to_local() if is_sharded(x) else x
 
 
+def held(x: Tensor) -> Tensor:
+    """`local` without a view of its own, for what runs over every tensor in every step."""
+    return getattr(x, "_local_tensor", x)
+
+
+def held_as(x: Tensor, like: Tensor) -> Tensor:
+    """What this rank holds of a gradient once it is placed as `like`, its parameter."""
+    found = held(x)
+    if found is x:  # no DTensor, and neither is its parameter
+        return x
+    assert is_sharded(x)
+    assert is_sharded(like)
+    if x.placements != like.placements or x.device_mesh != like.device_mesh:
+        found = held(moved(x, like))
+    # The result of a collective that is still under way has no address yet.
+    return found if type(found) is Tensor or not hasattr(found, "wait") else found.wait()
+
+
 def sharded_dim(placement: Placement) -> int | None:
     """The dimension that a placement cuts; None for a copy."""
     # Strided shards (FSDP over tensor parallel) are no subclass of Shard, but have its dimension.
@@ -92,6 +110,13 @@ def positions(x: Tensor) -> Tensor:
         found = index.reshape(-1, *(1,) * (x.dim() - 1 - dim)) * stride + found
         stride *= x.shape[dim]
     return found
+
+
+def first_index(x: Tensor) -> Shape:
+    """The index in the whole tensor of the first element that this rank holds; 0 without one."""
+    found = [_local_index(x, dim)[:1] for dim in range(x.dim())]
+    # Asked for when a plan is made, not in every step.
+    return tuple(sum(index.tolist()) for index in found)
 
 
 def _local_index(x: Tensor, dim: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from maxfactor.hyper import MaxFactorHyper
 from maxfactor.placement import is_sharded, shards_of
 from maxfactor.quantize import BLOCK, blocks_of
+from maxfactor.rounding import is_stochastic
 from maxfactor.state import factoring
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def choose(works: Sequence[Pending], execution: Execution) -> str:
     """Return "sharded", "fused", "foreach" or "plain", or say why what was asked for cannot be."""
     if any(is_sharded(work.param) or is_sharded(work.grad) for work in works):
         _check_sharded(works, execution)
-        return "sharded"
+        return _choose_for_shards(works, execution)
     if execution.capturable:
         _check_capturable(works, execution)
     if execution.fused or (execution.fused is None and not execution.foreach):
@@ -41,6 +42,58 @@ def choose(works: Sequence[Pending], execution: Execution) -> str:
     if execution.foreach is None:
         return "foreach" if all(work.param.is_cuda for work in works) else "plain"
     return "foreach" if execution.foreach else "plain"
+
+
+def _choose_for_shards(works: Sequence[Pending], execution: Execution) -> str:
+    """Return "fused" or "sharded", the same on every rank."""
+    if execution.fused is not False:
+        obstacle = fused_obstacle(works) or shard_obstacle(works)
+        if obstacle is None and (execution.fused or works[0].param.is_cuda):
+            return "fused"
+        if execution.fused:
+            raise RuntimeError(f"fused=True cannot be honoured: {obstacle}")
+    return "sharded"
+
+
+def shard_obstacle(works: Sequence[Pending]) -> str | None:
+    """What keeps the fused kernels from stepping shards; it must not differ from rank to rank."""
+    for work in works:
+        if not (is_sharded(work.param) and shards_of(work.param)):
+            continue
+        if getattr(work.hyper, "direction", None) == "orthogonal" and work.param.dim() > 1:
+            return (
+                f"parameter {work.name!r} is cut over several ranks, and its orthogonal direction "
+                "needs the whole of it; set fused=False"
+            )
+        if is_stochastic(work.param.dtype, work.hyper) and is_scattered(work):
+            return (
+                f"parameter {work.name!r} {tuple(work.param.shape)} is placed as "
+                f"{work.param.placements}, which leaves gaps between its rows, and the kernels' "
+                "stochastic rounding does not see them; set rounding='nearest' or fused=False"
+            )
+    return None
+
+
+def is_scattered(work: Pending) -> bool:
+    """Whether the rows of a shard are not one behind the other, or its columns, on some rank."""
+    param = work.param
+    assert is_sharded(param)
+    layout = factoring(tuple(param.shape), work.hyper.factor)
+    rows, columns = ((), (0,)) if layout is None else (layout.row_dims, layout.col_dims)
+    batch = [d for d in rows if d in columns]
+    for part in (
+        batch,
+        [d for d in rows if d not in batch],
+        [d for d in columns if d not in batch],
+    ):
+        cuts = [(i, dim) for i, dim in shards_of(param) if dim in part]
+        for i, dim in cuts:
+            before = math.prod(param.shape[d] for d in part if d < dim)
+            ranks = math.prod(param.device_mesh.size(j) for j, other in cuts if other == dim)
+            strided = hasattr(param.placements[i], "split_factor")
+            if before > 1 or (strided and param.shape[dim] % ranks):
+                return True
+    return False
 
 
 def fused_obstacle(works: Sequence[Pending]) -> str | None:
@@ -110,7 +163,7 @@ def _check_capturable(works: Sequence[Pending], execution: Execution) -> None:
 
 
 def _check_sharded(works: Sequence[Pending], execution: Execution) -> None:
-    for name in ("fused", "foreach", "capturable"):
+    for name in ("foreach", "capturable"):
         if getattr(execution, name):
             first = next(work.name for work in works if is_sharded(work.param))
             raise RuntimeError(

@@ -22,15 +22,14 @@ from maxfactor.backends import kernels as K  # noqa: N812
 from maxfactor.guard import LIMIT, given_up, refused
 from maxfactor.hyper import FLOAT32_TINY, AdafactorHyper, Hyper, MaxFactorHyper
 from maxfactor.orthogonal import orthogonal
+from maxfactor.placement import first_index, held, held_as, is_sharded, local, shards_of
 from maxfactor.rounding import as_int32, is_stochastic, seed_key
 from maxfactor.rule import ADAFACTOR_MAX_STEP
 from maxfactor.state import factoring
-from maxfactor.work import Outcome
+from maxfactor.work import Outcome, Work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from maxfactor.work import Work
 
 # What is asked of every tensor in every step; `map` with these is several times a loop's speed.
 GRAD, DTYPE, LAYOUT, VERSION = map(operator.attrgetter, ("grad", "dtype", "layout", "_version"))
@@ -39,9 +38,37 @@ WHITENED_AT_ONCE = 1 << 26  # elements
 STORES = {"int8": tl.int8, "bf16": tl.bfloat16, "fp32": tl.float32}
 
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+Shape = tuple[int, ...]
+Matrix = tuple[int, int, int]  # rows, columns, position of the first element
 
 
 # ------------------------------------------------------------------------------ settings
+
+
+@dataclass(frozen=True)
+class Part(Work):
+    """What this rank holds of a parameter, its gradient and state: all, where nothing is sharded.
+
+    The gradient may still have to be placed as the parameter is: only its dtype is of use here.
+    """
+
+    whole: Shape
+    first: Shape  # index in the whole parameter of the first element here
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.whole)
+
+
+def part_of(work: Work) -> Part:
+    """The tensors that the kernels get."""
+    state = {key: local(value) for key, value in work.state.items()}
+    whole = tuple(work.param.shape)
+    first = (0,) * len(whole)
+    if shards_of(work.param) and is_stochastic(work.param.dtype, work.hyper):
+        first = first_index(work.param)
+    return Part(work.name, held(work.param), held(work.grad), work.hyper, state, whole, first)
 
 
 def settings_of(hyper: Hyper) -> list[float]:
@@ -76,12 +103,12 @@ def memory_settings(hyper: MaxFactorHyper) -> dict[str, float]:
     return row
 
 
-def flags_of(hyper: Hyper, param: Tensor) -> int:
+def flags_of(work: Part) -> int:
     """What a tensor's rule does differently, as bits."""
-    vector = param.dim() < 2
+    hyper, vector = work.hyper, len(work.whole) < 2
     bits = {"VECTOR": vector, "MAXIMIZE": hyper.maximize}
-    bits["DENSE"] = vector or hyper.keeps_dense_variance(param.numel())
-    bits["STOCHASTIC"] = is_stochastic(param.dtype, hyper)
+    bits["DENSE"] = vector or hyper.keeps_dense_variance(work.numel)
+    bits["STOCHASTIC"] = is_stochastic(work.param.dtype, hyper)
     if isinstance(hyper, MaxFactorHyper):
         bits["MAX_NORM"] = hyper.max_norm
         bits["SIGN"] = hyper.vector_direction == "sign_max" if vector else hyper.max_norm
@@ -91,7 +118,7 @@ def flags_of(hyper: Hyper, param: Tensor) -> int:
         bits["WHITENS"] = hyper.direction == "orthogonal" and not vector
         bits["ADAPTIVE"] = hyper.fam is not None and not vector
         bits["INITIAL"] = hyper.keeps_initial_rms
-        bits["BOOSTED"] = hyper.is_boosted_scalar(param.numel())
+        bits["BOOSTED"] = hyper.is_boosted_scalar(work.numel)
         bits["RAMP"] = hyper.step_rule == "ramp"
         bits["DECAY_BY_LR"] = hyper.decay_by == "lr"
     elif isinstance(hyper, AdafactorHyper):
@@ -100,9 +127,8 @@ def flags_of(hyper: Hyper, param: Tensor) -> int:
     return sum(int(getattr(K, name).value) for name, value in bits.items() if value)
 
 
-def is_general(work: Work) -> bool:
+def is_general(hyper: Hyper, flags: int) -> bool:
     """Whether a tensor needs more than signs and row maxima."""
-    hyper, flags = work.hyper, flags_of(work.hyper, work.param)
     if not isinstance(hyper, MaxFactorHyper):
         return True
     if flags & K.WHITENS.value:
@@ -193,36 +219,43 @@ class Kind:
 class Plan:
     """Where everything is for a fixed list of works, sorted by dtypes."""
 
-    def __init__(self, works: Sequence[Work], keys: Sequence[Key], group_of: Sequence[int]) -> None:
+    def __init__(self, works: Sequence[Part], keys: Sequence[Key], group_of: Sequence[int]) -> None:
         self.table: list[list[int]] = []
         self.tiles: list[tuple[int, int]] = []  # (matrix, how many)
         self.tile_count = self.block_count = 0
         self.first_of: list[int] = []  # the first matrix of each tensor
         self.tasks: list[tuple[int, int, int]] = []  # (matrix, kind, chunk) of `finalize`
         self.kinds: dict[Key, Kind] = {}
-        self.general = {key for key, work in zip(keys, works, strict=True) if is_general(work)}
+        self.general = {
+            key
+            for key, work in zip(keys, works, strict=True)
+            if is_general(work.hyper, flags_of(work))
+        }
         self.sizes = dict.fromkeys(("rows", "row_part", "col_part", "row_chunks", "col_chunks"), 0)
         for owner, work in enumerate(works):
             self._add(owner, work, keys[owner], group_of[owner])
+        self.kinds = {key: kind for key, kind in self.kinds.items() if kind.tiles > 0}
 
-    def _add(self, owner: int, work: Work, key: Key, group: int) -> None:
-        flags = flags_of(work.hyper, work.param)
+    def _add(self, owner: int, work: Part, key: Key, group: int) -> None:
+        flags = flags_of(work)
         common = {"STEP": work.state["step"].data_ptr(), "FLAGS": flags, "GROUP": group}
-        common |= {"OWNER": owner, "NUMEL": work.param.numel()}
+        common |= {"OWNER": owner, "NUMEL": work.numel}
         for name in ("momentum", "momentum_scale", "band_sums", "initial_rms"):
             if name in work.state:
                 common[name.upper()] = work.state[name].data_ptr()
         self.first_of.append(len(self.table))
-        if work.param.numel() == 0:
-            self.tasks.append((len(self.table), K.OF_EMPTY.value, 0))
+        matrices = matrices_of(work)
+        if not matrices:
+            task = K.OF_EMPTY if work.numel == 0 else K.OF_TENSOR
+            self.tasks.append((len(self.table), task.value, 0))
             self._append(common)
             return
         kind = self.kinds.get(key) or Kind(key, key in self.general, first_tile=self.tile_count)
         self.kinds[key] = kind
         kind.dense |= bool(kind.filters and flags & K.DENSE.value)
         first, first_tile, first_block = len(self.table), self.tile_count, kind.block_count
-        for shape in matrices_of(work):
-            self._add_matrix(work, shape, common, kind)
+        for batch, shape in enumerate(matrices):
+            self._add_matrix(work, shape, batch, common, kind)
         tiles = self.tile_count - first_tile
         for entry in self.table[first:]:
             entry[K.OWNER_TILE.value], entry[K.OWNER_TILES.value] = first_tile, tiles
@@ -233,31 +266,30 @@ class Plan:
         self.tasks.append((first, K.OF_TENSOR.value, 0))
 
     def _add_matrix(
-        self, work: Work, shape: tuple[int, int, int], common: dict[str, int], kind: Kind
+        self, work: Part, shape: Matrix, batch: int, common: dict[str, int], kind: Kind
     ) -> None:
-        """Add a matrix of (rows, columns, position of its first element)."""
+        """Add a matrix of a batch."""
         m, n, start = shape
         k = len(self.table)
         strips, down = ceil_div(n, K.COLUMNS), ceil_div(m, K.TILE_ROWS)
         entry = {"ROWS": m, "COLS": n, "START": start, "STRIPS": strips, "DOWN": down}
         entry |= {"FIRST_TILE": self.tile_count, "ROW_SPACE": self._reserve("rows", m)}
-        entry["FIRST_BLOCK"] = kind.block_count
+        entry |= {"FIRST_BLOCK": kind.block_count, **in_whole(work, shape, batch)}
         if common["FLAGS"] & K.DENSE.value:
             entry["COL_VAR"] = work.state["variance"].data_ptr() + 4 * start
         else:
-            entry |= self._add_factors(work, shape, strips, down)
+            entry |= self._add_factors(work, (m, n), batch, (strips, down))
         self.tiles.append((k, down * strips))
         self.tile_count += down * strips
-        kind.blocks.append((k, ceil_div(m, kind.maxima.rows)))
+        kind.blocks.append((k, ceil_div(m, kind.maxima.rows) if n else 0))
         kind.block_count += kind.blocks[-1][1]
         self._append({**common, **entry})
 
     def _add_factors(
-        self, work: Work, shape: tuple[int, int, int], strips: int, down: int
+        self, work: Part, shape: tuple[int, int], batch: int, tiles: tuple[int, int]
     ) -> dict[str, int]:
-        """Places of a factored matrix' statistics and partial sums."""
-        m, n, start = shape
-        k, batch = len(self.table), start // (m * n)
+        """Places of a factored matrix' statistics and partial sums; `tiles` across and down."""
+        (m, n), (strips, down), k = shape, tiles, len(self.table)
         row_chunks, col_chunks = ceil_div(m, K.CHUNK), ceil_div(n, K.CHUNK)
         self.tasks += [(k, K.OF_ROWS.value, chunk) for chunk in range(row_chunks)]
         self.tasks += [(k, K.OF_COLS.value, chunk) for chunk in range(col_chunks)]
@@ -283,7 +315,7 @@ class Plan:
         return place
 
 
-def keys_of(works: Sequence[Work]) -> list[Key]:
+def keys_of(works: Sequence[Part]) -> list[Key]:
     """The kind of each tensor; two kinds if possible, so that a step has at most eight launches."""
     keys = [Key(w.param.dtype, w.grad.dtype, is_aligned(w), store_of(w)) for w in works]
     if len(set(keys)) > 2:
@@ -291,15 +323,15 @@ def keys_of(works: Sequence[Work]) -> list[Key]:
     return keys
 
 
-def store_of(work: Work) -> str | None:
+def store_of(work: Part) -> str | None:
     """How a tensor's momentum is stored, as `Key` wants it."""
-    hyper, vector = work.hyper, work.param.dim() < 2
+    hyper, vector = work.hyper, len(work.whole) < 2
     if not isinstance(hyper, MaxFactorHyper) or not hyper.is_filtered(is_vector=vector):
         return None
     return hyper.momentum_store(is_vector=vector) or "none"
 
 
-def is_aligned(work: Work) -> bool:
+def is_aligned(work: Part) -> bool:
     """Whether 16 bytes at a time may be moved everywhere in a tensor."""
     rows_fit = all(n % 8 == 0 and start % 8 == 0 for _, n, start in matrices_of(work))
     return rows_fit and not (work.param.data_ptr() | work.grad.data_ptr()) & 15
@@ -310,21 +342,32 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def matrices_of(work: Work) -> list[tuple[int, int, int]]:
-    """(rows, columns, start) of each matrix of a tensor.
+def matrices_of(work: Part) -> list[Matrix]:
+    """Each matrix of a tensor, or what this rank holds of it, down to no rows or no columns.
 
     A vector becomes full rows of one tile's width, and the rest of it a shorter row.
     """
     shape, numel = tuple(work.param.shape), work.param.numel()
-    layout = factoring(shape, work.hyper.factor)
-    if numel == 0:
+    layout = factoring(work.whole, work.hyper.factor)
+    if work.numel == 0:
         return []
     if layout is not None:
-        m, n = layout.matrix[-2:]
-        return [(m, n, start) for start in range(0, numel, m * n)]
+        *batch, m, n = layout.of_shard(shape).matrix
+        return [(m, n, index * m * n) for index in range(math.prod(batch))]
     whole = numel // K.COLUMNS * K.COLUMNS
     pieces = [(whole // K.COLUMNS, K.COLUMNS, 0), (1, numel - whole, whole)]
     return [piece for piece in pieces if piece[0] * piece[1] > 0]
+
+
+def in_whole(work: Part, shape: Matrix, batch: int) -> dict[str, int]:
+    """The size of the matrix that `shape` is a shard of, and where in the tensor that begins."""
+    m, n, start = shape
+    layout = factoring(work.whole, work.hyper.factor)
+    if layout is None:
+        return {"ALL_ROWS": m, "ALL_COLS": n, "ORIGIN": sum(work.first) + start, "STRIDE": n}
+    m, n = layout.matrix[-2:]
+    first = sum(at * math.prod(work.whole[d + 1 :]) for d, at in enumerate(work.first))
+    return {"ALL_ROWS": m, "ALL_COLS": n, "ORIGIN": first + batch * m * n, "STRIDE": n}
 
 
 def repeated(runs: Sequence[tuple[int, int]]) -> Tensor:
@@ -343,13 +386,13 @@ class Whitening:
     `apply` reads the directions. It is there only for the time of a step.
     """
 
-    def __init__(self, works: Sequence[Work]) -> None:
+    def __init__(self, works: Sequence[Part]) -> None:
         self.device = works[0].param.device
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.kind = KINDS[self.dtype]
         shapes: dict[tuple[int, int], list[int]] = {}
         for index, work in enumerate(works):
-            if work.param.numel() and flags_of(work.hyper, work.param) & K.WHITENS.value:
+            if work.param.numel() and flags_of(work) & K.WHITENS.value:
                 m, n, _ = matrices_of(work)[0]
                 shapes.setdefault((m, n), []).append(index)
         self.groups = list(shapes.items())
@@ -391,6 +434,8 @@ class Whitening:
 class FusedStep:
     """Runs steps for one set of tensors, for as long as they stay where they are.
 
+    `owners` are the optimizer's parameters, `params` what this rank holds of them.
+
     Args:
         works: What the optimizer collected; their states' `step` moves to the device.
         flat: All parameters of all groups, those without a gradient included.
@@ -405,31 +450,35 @@ class FusedStep:
         hypers: Sequence[Hyper],
         status: Tensor | None = None,
     ) -> None:
-        order = sorted(zip(map(str, keys_of(works)), range(len(works)), strict=True))
-        works = [works[index] for _, index in order]  # tensors of a kind side by side
-        self.keys = keys_of(works)
         self.device = works[0].param.device
+        for work in works:
+            work.state["step"] = work.state["step"].to(self.device, non_blocking=True)
+        parts = [part_of(work) for work in works]
+        kinds = sorted(zip(map(str, keys_of(parts)), range(len(works)), strict=True))
+        self.order = [index for _, index in kinds]  # tensors of a kind side by side
+        works, parts = [works[i] for i in self.order], [parts[i] for i in self.order]
+        self.keys = keys_of(parts)
         self.names = [work.name for work in works]
-        self.params = [work.param for work in works]
+        self.owners = [work.param for work in works]
+        self.params = [part.param for part in parts]
         self.states = [work.state for work in works]
-        for state in self.states:
-            state["step"] = state["step"].to(self.device, non_blocking=True)
+        self.has_shards = any(map(is_sharded, self.owners))
+        self.grad_types = [type(work.grad) for work in works]
         self.tensors = list(chain.from_iterable(map(dict.values, self.states)))
         self.grad_dtypes = [key.grad_dtype for key in self.keys]
         self.flat = list(flat)
-        active = {id(param) for param in self.params}
+        active = {id(param) for param in self.owners}
         self.idle = [param for param in flat if id(param) not in active]
         self.fixed = [fixed_settings(hyper) for hyper in hypers]
         group_of = {id(hyper): index for index, hyper in enumerate(hypers)}
-        self.plan = Plan(works, self.keys, [group_of[id(work.hyper)] for work in works])
+        self.plan = Plan(parts, self.keys, [group_of[id(part.hyper)] for part in parts])
         self.layouts = layouts(self.params)
-        self.whitening = Whitening(works)
+        self.whitening = Whitening(parts)
         self.stand_ins = {
             i: torch.empty_like(param, memory_format=torch.contiguous_format)
             for i, param in enumerate(self.params)
             if not param.is_contiguous()
         }
-        self.written = [p for i, p in enumerate(self.params) if i not in self.stand_ins]
         self.kept: list[Tensor] = []  # host memory that a captured graph reads at every replay
         self.grads: list[Any] = []  # of this step, gathered by `fits`
         self.found: list[int] = []  # where W and G were in the last step
@@ -487,8 +536,8 @@ class FusedStep:
     def _to_device(self, values: object, dtype: torch.dtype) -> Tensor:
         """Bring a table to the device without waiting for it."""
         host = torch.as_tensor(values, dtype=dtype)
-        if self.device.type != "cuda":
-            return host
+        if self.device.type != "cuda" or host.numel() == 0:
+            return host.to(self.device)
         host = host.pin_memory()
         if is_capturing(self.device):
             self.kept.append(host)
@@ -510,12 +559,17 @@ class FusedStep:
             or [fixed_settings(hyper) for hyper in hypers] != self.fixed
         ):
             return False
-        grads: list[Any] = list(map(GRAD, self.params))
+        grads: list[Any] = list(map(GRAD, self.owners))
         if any(map(operator.is_, grads, repeat(None))) or set(map(LAYOUT, grads)) != STRIDED:
             return False
         if list(map(DTYPE, grads)) != self.grad_dtypes:
             return False
-        found = list(map(Tensor.data_ptr, chain(self.params, grads)))
+        here = grads
+        if self.has_shards:
+            if list(map(type, grads)) != self.grad_types:
+                return False
+            self.params, here = list(map(held, self.owners)), list(map(held, grads))
+        found = list(map(Tensor.data_ptr, chain(self.params, here)))
         if found != self.found and not self._may_move(found):
             return False
         self.grads, self.found = grads, found
@@ -544,7 +598,8 @@ class FusedStep:
             self.rates.copy_(self._to_device(rates, torch.float32), non_blocking=True)
             self.rate_values = rates
         borrowed = self._bring_addresses()
-        versions = list(map(VERSION, self.params))
+        # In-place operations on a DTensor do not show in the version of what this rank holds.
+        versions = list(map(VERSION, chain(self.params, self.owners if self.has_shards else [])))
         with on_device(self.device):
             self._launch(
                 check=nonfinite != "ignore",
@@ -556,7 +611,12 @@ class FusedStep:
             )
         for i, stand_in in self.stand_ins.items():
             self.params[i].copy_(stand_in)
-        increment_version(self.written)
+        written = self.params
+        if self.stand_ins:
+            written = [p for i, p in enumerate(written) if i not in self.stand_ins]
+        if self.has_shards:
+            written = [*written, *filter(is_sharded, self.owners)]
+        increment_version(written)
         self.versions = [version + 1 for version in versions]
         del borrowed  # not before the launches that read them
         self.whitening.release()
@@ -568,8 +628,10 @@ class FusedStep:
 
     def _bring_addresses(self) -> list[Tensor]:
         """Upload the addresses of W and G if one of them has moved; return what they belong to."""
-        grads, self.grads = self.grads or list(map(GRAD, self.params)), []
+        grads, self.grads = self.grads or list(map(GRAD, self.owners)), []
         params = self.params
+        if self.has_shards:
+            grads = self._held_as_owners(grads)
         if not all(map(Tensor.is_contiguous, grads)):
             grads = [grad.contiguous() for grad in grads]
         if self.stand_ins:
@@ -584,6 +646,14 @@ class FusedStep:
             self.pointers = self._to_device(addresses, torch.int64)
             self.addresses = addresses
         return grads
+
+    def _held_as_owners(self, grads: list[Tensor]) -> list[Tensor]:
+        """What this rank holds of the gradients, each placed as its parameter."""
+        found = list(map(held_as, grads, self.owners))
+        for i, (grad, key) in enumerate(zip(found, self.keys, strict=True)):
+            if key.aligned and grad.data_ptr() & 15:  # one that `fits` has not seen in its place
+                found[i] = grad.clone()
+        return found
 
     def _launch(
         self, *, check: bool, stale: bool, scaled: bool, grad_scale: Tensor, found_inf: Tensor
@@ -604,6 +674,18 @@ class FusedStep:
                 G_KIND=KINDS[kind.key.grad_dtype], BUNDLE_=K.BUNDLE, TILE=K.TILE_ROWS,
                 **K.STATISTICS.options, **option,
             )  # fmt: skip
+        self._finalize(found_inf, scaled=scaled)
+        for kind, blocks in zip(kinds, self.blocks, strict=True):
+            if kind.filters:
+                self._filter(kind, signs, grad_scale, scaled=scaled)
+            else:
+                self._maxima(kind, blocks, grad_scale, scaled=scaled)
+        self._rescale()
+        self.whitening.run()
+        for kind in kinds:
+            self._apply(kind, signs, grad_scale, scaled=scaled, measure=False)
+
+    def _finalize(self, found_inf: Tensor, *, scaled: bool) -> None:
         K.finalize[(len(self.tasks),)](
             self.table, self.settings, self.tasks, self.row_part, self.col_part,
             self.extremes, self.row_sum_var, self.squares, self.scalars, self.update_max,
@@ -611,19 +693,13 @@ class FusedStep:
             SCALED=scaled, CHUNK_=K.CHUNK, PARTS_=K.PARTS_AT_ONCE, num_warps=K.FINALIZE_WARPS,
             enable_fp_fusion=True,
         )  # fmt: skip
-        for kind, blocks in zip(kinds, self.blocks, strict=True):
-            if kind.filters:
-                self._filter(kind, signs, grad_scale, scaled=scaled)
-            else:
-                self._maxima(kind, blocks, grad_scale, scaled=scaled)
-        if any(kind.general or kind.filters for kind in kinds):
+
+    def _rescale(self) -> None:
+        if any(kind.general or kind.filters for kind in self.plan.kinds.values()):
             K.rescale[(len(self.params),)](
                 self.table, self.settings, self.first_of, self.update_max, self.update_squares,
                 self.filter_sums, self.scalars, self.status, enable_fp_fusion=True,
             )  # fmt: skip
-        self.whitening.run()
-        for kind in kinds:
-            self._apply(kind, signs, grad_scale, scaled=scaled, measure=False)
 
     def _maxima(self, kind: Kind, blocks: Tensor, grad_scale: Tensor, *, scaled: bool) -> None:
         K.maxima[(len(blocks),)](

@@ -79,12 +79,14 @@ POINTERS = tl.constexpr(3)
     ROW_VAR, COL_VAR, STEP, LR, MOMENTUM, MOMENTUM_SCALE, BAND_SUMS, INITIAL_RMS,  # addresses
     ROWS, COLS, NUMEL,  # of the matrix, and elements of the whole tensor
     START,  # position of the first element in the tensor
+    ALL_ROWS, ALL_COLS,  # of the matrix of which this is a shard, or which this is
+    ORIGIN, STRIDE,  # position of the first element in the whole tensor, and from row to row
     FLAGS, GROUP,
     OWNER, OWNER_TILE, OWNER_TILES, OWNER_BLOCK, OWNER_BLOCKS,  # the tensor, its tiles and blocks
     FIRST_TILE, FIRST_BLOCK, DOWN, STRIPS,  # DOWN: tiles one below the other
     ROW_SPACE, ROW_PART, COL_PART, ROW_CHUNK, ROW_CHUNKS, COL_CHUNK,  # places in the work space
     TABLE,
-) = constants(30)  # fmt: skip
+) = constants(34)  # fmt: skip
 
 # Columns of the float32 table of settings, one row for each group.
 (
@@ -179,7 +181,10 @@ def mix(x):
 
 @triton.jit
 def rounded(w, rows, cols, n, start, key, KIND: tl.constexpr):
-    """Stochastic rounding of a piece, bit for bit as `rounding.rounded`."""
+    """Stochastic rounding of a piece, bit for bit as `rounding.rounded`.
+
+    `start` and `n` place it in the whole tensor: where the first row begins, and the next after it.
+    """
     first = start + rows.to(tl.int64) * n  # 64 bits only for what a row shares
     word = first.to(tl.uint32) * 0x9E3779B1 + (first >> 32).to(tl.uint32) * 0x7FEB352D + key
     noise = word[:, None] + (cols.to(tl.uint32) * 0x9E3779B1)[None, :]
@@ -363,6 +368,17 @@ def sum_of(values, first, count, stride=1):
 
 
 @triton.jit
+def sum_down(part, parts, length, at, CHUNK_: tl.constexpr, PARTS_: tl.constexpr):
+    """The sum of `parts` vectors that lie one behind the other, always in the same order."""
+    total = tl.zeros([PARTS_, CHUNK_], tl.float32)
+    for i in range(0, parts, PARTS_):
+        which = i + tl.arange(0, PARTS_)
+        inside = (which < parts)[:, None] & (at < length)[None, :]
+        total += tl.load(part + which[:, None] * length + at[None, :], mask=inside, other=0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
 def tensor_scalars(entry, setting, squares, scalars, skip):
     """Equations (2) (3), the factor of (4), and the memory of (11) for one tensor."""
     flags = tl.load(entry + FLAGS)
@@ -463,27 +479,20 @@ def finalize(
     else:
         t = tl.load(tl.load(entry + STEP).to(tl.pointer_type(tl.float32))) + 1.0
         kappa = statistic_weight(t, setting)  # (1)
-        total = tl.zeros([PARTS_, CHUNK_], tl.float32)
-        several = tl.arange(0, PARTS_)
         if kind == OF_ROWS:
             inside = at < m
             part = row_part + tl.load(entry + ROW_PART)
             parts = tl.load(entry + STRIPS)
-            length, count = m, n
+            length, count = m, tl.load(entry + ALL_COLS)
             place = tl.load(entry + ROW_VAR).to(tl.pointer_type(tl.float32))
         else:
             inside = at < n
             part = col_part + tl.load(entry + COL_PART)
             parts = tl.load(entry + DOWN)
-            length, count = n, m
+            length, count = n, tl.load(entry + ALL_ROWS)
             place = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
-        for i in range(0, parts, PARTS_):
-            which = i + several
-            where = which[:, None] * length + at[None, :]
-            total += tl.load(
-                part + where, mask=(which < parts)[:, None] & inside[None, :], other=0.0
-            )
-        mean = tl.sum(total, axis=0) / (count.to(tl.float32) + tl.load(setting + COUNT_EPS))
+        total = sum_down(part, parts, length, at, CHUNK_, PARTS_)
+        mean = total / (count.to(tl.float32) + tl.load(setting + COUNT_EPS))
         mean += tl.load(setting + OFFSET)
         old = tl.load(place + at, mask=inside, other=0.0)
         new = tl.where(kappa == 1.0, mean, old + kappa * (mean - old))  # (5)
@@ -510,7 +519,7 @@ def finalize(
 def mean_row_var(entry, row_sum_var):
     """The mean of R."""
     total = sum_of(row_sum_var, tl.load(entry + ROW_CHUNK), tl.load(entry + ROW_CHUNKS))
-    return total / tl.load(entry + ROWS).to(tl.float32)
+    return total / tl.load(entry + ALL_ROWS).to(tl.float32)
 
 
 @triton.jit
@@ -1048,7 +1057,8 @@ def write_weights(
     move,
     keep,
     key,
-    start,
+    origin,
+    stride,
     rows,
     cols,
     m,
@@ -1061,7 +1071,7 @@ def write_weights(
     w = w * keep - move
     if P_KIND != tl.float32:
         if (flags & STOCHASTIC) != 0:
-            w = rounded(w, rows, cols, n, start, key, P_KIND)
+            w = rounded(w, rows, cols, stride, origin, key, P_KIND)
         else:
             w = w.to(P_KIND).to(tl.float32)
     store_tile(pointer, w, rows, cols, m, n, P_KIND, ALIGNED)
@@ -1131,7 +1141,7 @@ def apply(
     alpha = tl.load(scalar + ALPHA)
     t = tl.load(scalar + TIME)
     key = mix(tl.load(seed_keys + group).to(tl.uint32) + t.to(tl.uint32))
-    start = tl.load(entry + START)
+    origin, stride = tl.load(entry + ORIGIN), tl.load(entry + STRIDE)
     w_pointer = address(pointers, entry, 0, P_KIND)
     place = row_max + tl.load(entry + ROW_SPACE)
     if GENERAL:
@@ -1161,8 +1171,9 @@ def apply(
             size = (bits.to(tl.float32, bitcast=True) * scale)[:, None]
             move = negated(size, marks, piece, pieces)  # (9)
             w = write_weights(
-                w_pointer, w, move, keep, key, start, rows, cols, m, n, flags, P_KIND, ALIGNED
-            )
+                w_pointer, w, move, keep, key, origin, stride, rows, cols, m, n, flags,
+                P_KIND, ALIGNED,
+            )  # fmt: skip
             total += tl.sum(w * w, axis=0)
         total = tl.where(cols < n, total, 0.0)  # outside, W was 0 and moved
     else:
@@ -1233,8 +1244,9 @@ def apply(
                     else:
                         move = g * (inverse_root(r) * scale) * root_c
             w = write_weights(
-                w_pointer, w, move, keep, key, start, rows, cols, m, n, flags, P_KIND, ALIGNED
-            )
+                w_pointer, w, move, keep, key, origin, stride, rows, cols, m, n, flags,
+                P_KIND, ALIGNED,
+            )  # fmt: skip
             total += tl.sum(w * w, axis=0)  # 0 outside the matrix, where W and G were read as 0
     tl.store(squares + tile, tl.sum(total, axis=0))
     if (tile == tl.load(entry + OWNER_TILE)) & (measure == 0):

@@ -1,0 +1,423 @@
+"""The fused kernels on what a rank holds of sharded parameters, against plain ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from cases import no_host_sync, problem
+from maxfactor import Adafactor, MaxFactor, recipe
+from maxfactor.placement import local
+from ranks import Ranks
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+RUNS: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "1.0": (MaxFactor, {}),
+    "0.2": (MaxFactor, recipe("0.2")),
+    "adafactor": (Adafactor, {}),
+    "fam": (MaxFactor, {"momentum": {"warmup": 2, "theta": 0.8}, "scale": "initial"}),
+    "orthogonal": (MaxFactor, {"momentum": 0.9, "nesterov": True, "direction": "orthogonal"}),
+}
+# The interpreter is slow: there a few of them, and a small net.
+PAIRS = [(name, dtype) for name in RUNS for dtype in (torch.float32, torch.bfloat16)]
+WIDTH = 300  # no whole rows of 16 bytes: the same instructions wherever the shards begin
+if DEVICE == "cpu":
+    PAIRS = [("1.0", torch.bfloat16), ("fam", torch.float32), ("orthogonal", torch.float32)]
+    WIDTH = 6
+
+
+class Net(nn.Module):
+    """Matrices, a convolution, and vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(3, WIDTH)
+        self.conv = nn.Conv1d(WIDTH, 2, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.conv(self.up(x).transpose(1, 2))
+        return out
+
+
+# ---------------------------------------------------------------------- where nothing is cut
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """A mesh of one rank: NCCL on a GPU, else gloo; over loopback and bounded in time."""
+    if DEVICE == "cuda":
+        torch.cuda.set_device(0)  # or the mesh warns that nobody has
+    limit = timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, limit)  # type: ignore[attr-defined]
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
+    yield DeviceMesh(DEVICE, torch.arange(1))
+    dist.destroy_process_group()
+
+
+def same(sharded: nn.Module, plain: nn.Module, ours: Any, theirs: Any) -> None:
+    """Equal in every bit: parameters and state."""
+    for (name, shard), param in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(local(shard.detach()), param.detach()), name
+        assert ours.state[shard].keys() == theirs.state[param].keys()
+        for key, value in ours.state[shard].items():
+            assert torch.equal(local(value), theirs.state[param][key]), f"{key} of {name}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "dtype"), PAIRS, ids=str)
+def test_one_rank_of_fsdp(mesh: DeviceMesh, name: str, dtype: torch.dtype) -> None:
+    cls, settings = RUNS[name]
+    torch.manual_seed(0)
+    plain = Net().to(DEVICE, dtype)
+    sharded = Net().to(DEVICE, dtype)
+    sharded.load_state_dict(plain.state_dict())
+    fully_shard(sharded, mesh=mesh)
+    theirs = cls(plain.parameters(), seed=1, fused=True, **settings)
+    # On a GPU the kernels are the default.
+    ours = cls(sharded.parameters(), seed=1, fused=None if DEVICE == "cuda" else True, **settings)
+    for t in range(3):
+        x = torch.randn(4, 7, 3, device=DEVICE, dtype=dtype)
+        sharded(x).square().mean().backward()
+        if t == 1:  # somebody else writes, by the DTensor
+            with torch.no_grad():
+                for shard, param in zip(sharded.parameters(), plain.parameters(), strict=True):
+                    shard.mul_(1.5)
+                    param.mul_(1.5)
+        for shard, param in zip(sharded.parameters(), plain.parameters(), strict=True):
+            assert shard.grad is not None
+            param.grad = local(shard.grad).clone()
+        theirs.step()
+        quiet = no_host_sync() if DEVICE == "cuda" and t > 0 else nullcontext()
+        with quiet, CommDebugMode() as counted:
+            ours.step()
+        assert counted.get_total_counts() == 0
+        ours.zero_grad()
+    assert ours._fused is not None
+    same(sharded, plain, ours, theirs)
+    assert ours.effective_lr() == theirs.effective_lr()
+    assert ours.skipped == theirs.skipped == 0
+
+
+@pytest.mark.gpu
+def test_placements_of_gradients(mesh: DeviceMesh) -> None:
+    """A gradient that is placed otherwise is placed as its parameter, step by step."""
+    weight, grad = torch.randn(6, 9, device=DEVICE), torch.randn(6, 9, device=DEVICE)
+    shard = nn.Parameter(distribute_tensor(weight.clone(), mesh, [Shard(0)]))
+    param = nn.Parameter(weight.clone())
+    ours, theirs = MaxFactor([shard], fused=True), MaxFactor([param], fused=True)
+    for placement in (Shard(0), Partial(), Shard(1)):
+        param.grad = grad.clone()
+        shard.grad = DTensor.from_local(grad.clone(), mesh, [placement])
+        ours.step()
+        theirs.step()
+        assert torch.equal(local(shard.detach()), param.detach())
+        assert torch.equal(local(shard.grad), grad), "the gradient belongs to the user"
+
+
+@pytest.mark.gpu
+def test_a_nan_skips_the_step(mesh: DeviceMesh) -> None:
+    shard = nn.Parameter(distribute_tensor(torch.ones(6, 9, device=DEVICE), mesh, [Shard(0)]))
+    optimizer = MaxFactor([shard], fused=True)
+    for value in (1.0, float("nan"), 1.0):
+        before = local(shard.detach()).clone()
+        grad = torch.ones(6, 9, device=DEVICE)
+        grad[2, 3] = value
+        shard.grad = distribute_tensor(grad, mesh, [Shard(0)])
+        optimizer.step()
+        assert torch.equal(local(shard.detach()), before) == (value != 1.0)
+    assert optimizer.skipped == 1
+    assert float(optimizer.state[shard]["step"]) == 2.0
+
+
+# ------------------------------------------------------------------ where parameters are cut
+
+Shape = tuple[int, ...]
+Layout = tuple[int | None, ...]  # the cut dimension for each mesh dimension, None for copies
+
+STEPS = 2 if DEVICE == "cpu" else 4
+# Two strips and uneven rows; no rows or no columns on a rank; vectors and a scalar; a convolution.
+SHAPES: list[Shape] = [(3, 70), (1, 4, 5), (2, 1), (5,), (1,), (), (3, 2, 2), (0, 3)]
+FAM = {"momentum": {"warmup": 1, "theta": 0.8}}
+SETTINGS: dict[str, tuple[type[Any], dict[str, Any], Layout]] = {
+    # Without floors max R is of no consequence.
+    "1.0 rows": (MaxFactor, {"eps": (1.0, 0.5)}, (0,)),
+    "1.0 columns": (MaxFactor, {}, (1,)),
+    "0.2 columns": (MaxFactor, recipe("0.2"), (1,)),
+    "0.3 rows": (MaxFactor, recipe("0.3"), (0,)),
+    "last": (MaxFactor, {"factor": "last", "d": 0.2, "scale": "initial"}, (2,)),
+    "dense": (MaxFactor, {"full_matrix": True, "maximize": True}, (1,)),
+    "adafactor rows": (Adafactor, {}, (0,)),
+    "fam rows": (MaxFactor, FAM | {"scale": "initial"}, (0,)),
+    "fam columns": (MaxFactor, FAM | {"momentum_dtype": "fp32"}, (1,)),
+}
+ROUNDED: list[Layout] = [(0,), (1,)]
+COUNTED: list[tuple[Layout, dict[str, Any], int]] = [
+    ((0,), {}, 3),
+    ((1,), {}, 2),  # max R is known where columns are cut
+    ((0,), FAM, 2),
+]
+LARGER: list[Shape] = []
+if DEVICE == "cuda":  # the interpreter is too slow for more, or for four processes
+    LARGER = [(70, 520), (600, 40), (33, 301), (1000,), (48, 8, 3)]
+    SETTINGS |= {
+        "factored": (MaxFactor, {"direction": "factored"}, (0,)),
+        "adafactor columns": (Adafactor, {"factor": "last", "lr": 0.03}, (1,)),
+        "copies": (MaxFactor, {}, (None,)),
+        "1.0 rows and columns": (MaxFactor, {}, (0, 1)),
+        "fam rows twice": (MaxFactor, FAM | {"momentum_dtype": "fp32"}, (0, 0)),
+        "adafactor copies of columns": (Adafactor, {}, (None, 1)),
+        "last rows and columns": (MaxFactor, {"factor": "last"}, (1, 0)),
+    }
+    ROUNDED += [(0, 1), (0, 0)]
+    COUNTED += [((0, 1), {}, 5), ((None, 0), {}, 3)]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """A few processes over loopback with gloo, which lets them share a GPU."""
+    found = Ranks(2 if DEVICE == "cpu" else 4)
+    yield found
+    found.stop()
+
+
+@cache
+def mesh_of(*shape: int) -> DeviceMesh | None:
+    """The first ranks in this shape; None on the others, which must ask for it too."""
+    if DEVICE == "cuda":
+        torch.cuda.set_device(0)
+    found = DeviceMesh(DEVICE, torch.arange(math.prod(shape)).reshape(shape))
+    return None if found.get_coordinate() is None else found
+
+
+def mesh_for(layout: Layout) -> DeviceMesh | None:
+    return mesh_of(*(2,) * len(layout))
+
+
+def placed(x: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
+    """A tensor that every rank has, as a DTensor; a dimension that it lacks is not cut."""
+    cuts = [None if cut is None or cut >= x.dim() else cut for cut in layout]
+    placements = [Replicate() if cut is None else Shard(cut) for cut in cuts]
+    return distribute_tensor(x.to(DEVICE), mesh, placements, src_data_rank=None)
+
+
+def same_part(ours: Tensor, theirs: Tensor, what: str) -> None:
+    """Equal to 1e-6 to this rank's part of what a single process has."""
+    assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), what
+    size = 1.0 if "momentum" in what else 0.0  # of what it averages, and may cancel
+    size = max(size, float(theirs.abs().max()) if theirs.numel() else 0.0)
+    if isinstance(ours, DTensor):
+        assert not any(placement.is_partial() for placement in ours.placements), what
+        theirs = distribute_tensor(theirs, ours.device_mesh, ours.placements, src_data_rank=None)
+        ours, theirs = local(ours), local(theirs)
+    if ours.dtype == torch.int8:
+        assert int((ours.int() - theirs.int()).abs().sum()) <= 2, what  # on the edge of a code
+        return
+    theirs = theirs.to(ours.device)
+    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6 * size, msg=lambda m: what + m)
+
+
+def equals_one_process(name: str) -> None:
+    """All shapes in one optimizer, next to the same without shards and without kernels."""
+    cls, settings, layout = SETTINGS[name]
+    mesh = mesh_for(layout)
+    if mesh is None:
+        return
+    in_codes = "momentum" in settings and "momentum_dtype" not in settings
+    shapes = SHAPES if in_codes else SHAPES + LARGER  # many codes have some on the edge of another
+    cases = [problem(shape, steps=STEPS, seed=i) for i, shape in enumerate(shapes)]
+    for case in cases:
+        case.grads.reverse()  # from large to small: a maximum of the last step would be seen
+    params = [nn.Parameter(case.weight.clone().to(DEVICE)) for case in cases]
+    shards = [nn.Parameter(placed(case.weight, mesh, layout)) for case in cases]
+    single = cls(params, foreach=False, fused=False, **settings)
+    sharded = cls(shards, fused=None if DEVICE == "cuda" else True, **settings)
+    for t in range(STEPS):
+        for case, param, shard in zip(cases, params, shards, strict=True):
+            param.grad = case.grads[t].clone().to(DEVICE)
+            shard.grad = placed(case.grads[t], mesh, layout)
+        single.step()
+        sharded.step()
+        for case, param, shard in zip(cases, params, shards, strict=True):
+            what = f"{tuple(param.shape)} at {t}: "
+            same_part(shard.detach(), param.detach(), f"parameter {what}")
+            assert shard.grad is not None
+            same_part(shard.grad, case.grads[t].to(DEVICE), "the gradient is the user's: ")
+            assert sharded.state[shard].keys() == single.state[param].keys()
+            for key, value in sharded.state[shard].items():
+                same_part(value, single.state[param][key], f"{key} of {what}")
+    assert sharded._fused is not None
+    assert sharded.effective_lr() == pytest.approx(single.effective_lr(), rel=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SETTINGS)
+def test_equals_one_process(ranks: Ranks, name: str) -> None:
+    ranks.run(equals_one_process, name)
+
+
+def rounds_alike(layout: Layout) -> None:
+    mesh = mesh_for(layout)
+    if mesh is None:
+        return
+    case = problem((3, 70), dtype=torch.bfloat16, steps=2)
+    param = nn.Parameter(case.weight.clone().to(DEVICE))
+    shard = nn.Parameter(placed(case.weight, mesh, layout))
+    single, sharded = (MaxFactor([p], seed=3, fused=True) for p in (param, shard))
+    for grad in case.grads:
+        param.grad, shard.grad = grad.clone().to(DEVICE), placed(grad, mesh, layout)
+        single.step()
+        sharded.step()
+    theirs = placed(param.detach(), mesh, layout)
+    assert torch.equal(local(shard.detach()), local(theirs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ROUNDED, ids=str)
+def test_stochastic_rounding(ranks: Ranks, layout: Layout) -> None:
+    """The same noise at the same place of the whole tensor."""
+    ranks.run(rounds_alike, layout)
+
+
+def messages(count: int, layout: Layout, settings: dict[str, Any]) -> tuple[int, int] | None:
+    """All messages of a second step, and how many of them are all-reduces."""
+    mesh = mesh_for(layout)
+    if mesh is None:
+        return None
+    cases = [problem(shape, steps=1) for shape in [(2, 3), (5,)] * count]
+    shards = [nn.Parameter(placed(case.weight, mesh, layout)) for case in cases]
+    optimizer = MaxFactor(shards, fused=True, **settings)
+    for case, shard in zip(cases, shards, strict=True):
+        shard.grad = placed(case.grads[0], mesh, layout)
+    with CommDebugMode() as counted:
+        optimizer.step()
+    found = {str(op): times for op, times in counted.get_comm_counts().items()}
+    return sum(found.values()), sum(n for op, n in found.items() if "reduce" in op)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("layout", "settings", "expected"), COUNTED, ids=str)
+def test_messages_of_a_step(
+    ranks: Ranks, layout: Layout, settings: dict[str, Any], expected: int
+) -> None:
+    """At most three for each process group, whatever the number of parameters; no gathering."""
+    for count in (1, 2):
+        assert ranks.run(messages, count, layout, settings)[0] == (expected, expected)
+
+
+def fails_alike(nonfinite: str, rows: int) -> None:
+    """The last row has a NaN; with a single row the second rank has nothing at all."""
+    mesh = mesh_of(2)
+    if mesh is None:
+        return
+    case = problem((rows, 6), steps=3)
+    param = nn.Parameter(case.weight.clone().to(DEVICE))
+    shard = nn.Parameter(placed(case.weight, mesh, (0,)))
+    gain = nn.Parameter(placed(torch.ones(1), mesh, (0,)))
+    others = [("g", gain)]
+    if rows > 1:
+        others += [("b", nn.Parameter(torch.ones(3, device=DEVICE)))]  # a plain one beside it
+    single = MaxFactor([("w", param)], fused=True, nonfinite=nonfinite)
+    sharded = MaxFactor([*others, ("w", shard)], fused=True, nonfinite=nonfinite)
+    for t in range(3):
+        grad = case.grads[t].clone()
+        if t == 1:
+            grad[-1, 1] = float("nan")
+        param.grad, shard.grad = grad.to(DEVICE), placed(grad, mesh, (0,))
+        for _, other in others:
+            other.grad = torch.ones_like(other)
+        for optimizer in (single, sharded):
+            if t == 1 and nonfinite == "raise":
+                with pytest.raises(FloatingPointError, match="'w' is"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+    assert sharded.skipped == single.skipped == 1
+    for _, other in [*others, ("w", shard)]:
+        assert float(sharded.state[other]["step"]) == 2.0
+    same_part(shard.detach(), param.detach(), "parameter: ")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("nonfinite", "rows"), [("skip", 4), ("raise", 4), ("skip", 1)])
+def test_nan_on_one_rank(ranks: Ranks, nonfinite: str, rows: int) -> None:
+    ranks.run(fails_alike, nonfinite, rows)
+
+
+def overflows_alike() -> None:
+    """GradScaler has seen an overflow on the second rank only: a step that is not counted."""
+    mesh = mesh_of(2)
+    if mesh is None:
+        return
+    shard = nn.Parameter(placed(torch.ones(2, 3), mesh, (0,)))
+    optimizer = MaxFactor([shard], fused=True)
+    steps = []
+    for overflow in (0.0, float(mesh.get_rank()), 0.0):
+        shard.grad = placed(torch.full((2, 3), 8.0), mesh, (0,))
+        optimizer.grad_scale = torch.tensor(8.0, device=DEVICE)  # type: ignore[attr-defined]
+        optimizer.found_inf = torch.tensor(overflow, device=DEVICE)  # type: ignore[attr-defined]
+        optimizer.step()
+        steps.append(float(optimizer.state[shard]["step"]))
+    assert steps == [1.0, 1.0, 2.0]
+    assert optimizer.skipped == 0
+    same_part(optimizer.state[shard]["col_var"], torch.ones(1, 3, device=DEVICE), "unscaled: ")
+
+
+@pytest.mark.gpu
+def test_overflow_on_one_rank(ranks: Ranks) -> None:
+    ranks.run(overflows_alike)
+
+
+def goes_elsewhere(
+    settings: dict[str, Any], shape: Shape, dtype: torch.dtype, layout: Layout, message: str
+) -> None:
+    """It is refused where the kernels were asked for, and done all the same where they were not."""
+    mesh = mesh_for(layout)
+    if mesh is None:
+        return
+    shard = nn.Parameter(placed(torch.ones(shape, dtype=dtype), mesh, layout))
+    shard.grad = placed(torch.ones(shape, dtype=dtype), mesh, layout)
+    optimizer = MaxFactor([("w", shard)], fused=True, **settings)
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+    assert not optimizer.state
+    optimizer = MaxFactor([("w", shard)], **settings)
+    optimizer.step()
+    assert optimizer._fused is None
+    assert float(optimizer.state[shard]["step"]) == 1.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("settings", "shape", "dtype", "layout", "message"),
+    [
+        ({"momentum": {"bands": 4}}, (4, 64), torch.float32, (0,), "'w' .* 4 bands, .* bands=1"),
+        ({"direction": "orthogonal"}, (4, 6), torch.float32, (0,), "'w' is cut .* set fused=False"),
+        ({}, (2, 4, 3), torch.bfloat16, (1,), "'w' .* gaps between its rows.* rounding='nearest'"),
+    ],
+    ids=str,
+)
+def test_what_the_kernels_cannot_do(
+    ranks: Ranks,
+    settings: dict[str, Any],
+    shape: Shape,
+    dtype: torch.dtype,
+    layout: Layout,
+    message: str,
+) -> None:
+    ranks.run(goes_elsewhere, settings, shape, dtype, layout, message)
