@@ -110,6 +110,7 @@ def ours(name: str, backend: str, label: str = "", **settings: Any) -> Contender
 
 BACKENDS = ("plain", "foreach", "fused")
 FAM = {"momentum": maxfactor.FAM()}
+FACTORED = {**FAM, "direction": "factored"}
 ORTHOGONAL = {"momentum": 0.95, "nesterov": True, "direction": "orthogonal", "scale": "initial"}
 
 
@@ -138,6 +139,7 @@ def muon(params: list[Parameter]) -> Steps:
 CONTENDERS = (
     *(ours("MaxFactor", backend) for backend in BACKENDS),
     *(ours("MaxFactor", backend, "FAM", **FAM) for backend in BACKENDS),
+    *(ours("MaxFactor", backend, "FAM factored", **FACTORED) for backend in BACKENDS),
     *(ours("MaxFactor", backend, "orthogonal", **ORTHOGONAL) for backend in BACKENDS),
     *(ours("Adafactor", backend) for backend in BACKENDS),
     named("torch AdamW", "torch.optim", "AdamW"),
