@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         rows.append(row)
     result = {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "arguments": {k: v for k, v in vars(args).items() if k not in ("out", "cache")},
+        "arguments": {k: v for k, v in vars(args).items() if k not in ("out", "cache", "trace")},
         "machine": machine(args.device),
         "versions": versions(),
         "rows": rows,
@@ -91,6 +91,8 @@ def measured(settings: Settings, args: argparse.Namespace) -> dict[str, Any]:
     with utilisation(settings.device) as samples:
         seconds = advance(trainer, args.steps)
     audio = audio_seconds(prepared, settings, args.warmup, args.steps)
+    if args.trace is not None:
+        traced(trainer, args.warmup, args.trace)
     row = {
         "optimizer": settings.optimizer,
         "batch_size": settings.batch_size,
@@ -102,6 +104,17 @@ def measured(settings: Settings, args: argparse.Namespace) -> dict[str, Any]:
         "nvidia_smi_percent": round(mean(samples), 1) if samples else None,
     }
     return row | busy(trainer, args.warmup, args.window)
+
+
+TRACED = 4  # steps
+
+
+def traced(trainer: Trainer, first: int, path: Path) -> None:
+    """Take a few steps again and write what host and GPU did, for chrome://tracing."""
+    trainer.step = first
+    with torch.profiler.profile() as profile:
+        advance(trainer, TRACED)
+    profile.export_chrome_trace(str(path))
 
 
 def advance(trainer: Trainer, steps: int) -> float:
@@ -214,6 +227,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, help="processes that synthesise [one per core]")
     parser.add_argument("--cache", type=Path, help="of synthesised speech")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
+    parser.add_argument("--trace", type=Path, help="of the last training: what host and GPU did")
     parser.add_argument("--quick", action="store_true", help="nano on digits, a few steps")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():

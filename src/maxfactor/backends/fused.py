@@ -181,7 +181,8 @@ class Kind:
 
     key: Key
     general: bool
-    dense: bool = False  # there is a tensor with momentum and a full variance
+    dense: bool = False  # there is a tensor with a full variance
+    whitens: bool = False  # there is one with an orthogonal direction
     blocks: list[tuple[int, int]] = field(default_factory=list)  # (matrix, how many)
     block_count: int = 0
     first_tile: int = 0
@@ -196,6 +197,11 @@ class Kind:
     def filters(self) -> bool:
         """Whether there is momentum, or an orthogonal direction."""
         return self.key.store is not None
+
+    @property
+    def has(self) -> dict[str, bool]:
+        """What the kernels are compiled for, of tensors that are not like the others."""
+        return {"VARIANCES": self.dense, "WHITENING": self.whitens}
 
     @property
     def memory(self) -> dict[str, Any]:
@@ -252,7 +258,8 @@ class Plan:
             return
         kind = self.kinds.get(key) or Kind(key, key in self.general, first_tile=self.tile_count)
         self.kinds[key] = kind
-        kind.dense |= bool(kind.filters and flags & K.DENSE.value)
+        kind.dense |= bool(flags & K.DENSE.value)
+        kind.whitens |= bool(flags & K.WHITENS.value)
         first, first_tile, first_block = len(self.table), self.tile_count, kind.block_count
         for batch, shape in enumerate(matrices):
             self._add_matrix(work, shape, batch, common, kind)
@@ -670,7 +677,8 @@ class FusedStep:
                 self.pointers, self.table, self.tile_matrix, self.row_part, self.row_peak,
                 self.col_part, self.extremes, signs, self.unsigned, self.tile_sums, self.settings,
                 self.bad, self.status, grad_scale, kind.first_tile, CHECK=check, SCALED=scaled,
-                SIGNED=kind.signed and not kind.filters, FILTERS=kind.filters, VARIANCES=kind.dense,
+                SIGNED=kind.signed and not kind.filters, FILTERS=kind.filters,
+                VARIANCES=kind.filters and kind.dense,
                 G_KIND=KINDS[kind.key.grad_dtype], BUNDLE_=K.BUNDLE, TILE=K.TILE_ROWS,
                 **K.STATISTICS.options, **option,
             )  # fmt: skip
@@ -713,12 +721,12 @@ class FusedStep:
 
     def _filter(self, kind: Kind, signs: Tensor, grad_scale: Tensor, *, scaled: bool) -> None:
         K.filtered[(kind.tiles,)](
-            self.pointers, self.table, self.settings, self.tile_matrix, self.extremes,
-            self.row_sum_var, self.row_max, self.update_max, self.tile_sums, self.filter_sums,
-            self.scalars, signs, self.unsigned, self.status, grad_scale, kind.first_tile,
-            SCALED=scaled, SIGNED=kind.signed, GENERAL=kind.general, **kind.memory,
-            O_KIND=self.whitening.kind, G_KIND=KINDS[kind.key.grad_dtype],
-            TILE=K.TILE_ROWS, **K.FILTERED_SHAPE.options, **launch_options(kind),
+            self.pointers, self.table, self.settings, self.tile_matrix, self.row_sum_var,
+            self.row_max, self.update_max, self.tile_sums, self.filter_sums, self.scalars, signs,
+            self.unsigned, self.status, grad_scale, kind.first_tile, SCALED=scaled,
+            SIGNED=kind.signed, GENERAL=kind.general, **kind.has, **kind.memory,
+            O_KIND=self.whitening.kind, G_KIND=KINDS[kind.key.grad_dtype], TILE=K.TILE_ROWS,
+            **K.FILTERED_SHAPE.options, **launch_options(kind),
         )  # fmt: skip
 
     def _apply(
@@ -729,7 +737,7 @@ class FusedStep:
             self.pointers, self.table, self.settings, self.tile_matrix, self.extremes,
             self.row_sum_var, self.row_max, self.update_max, self.squares, self.scalars, signs,
             self.unsigned, self.status, grad_scale, self.seed_keys, kind.first_tile, int(measure),
-            SCALED=scaled, SIGNED=kind.signed, FILTERS=kind.filters, **kind.memory,
+            SCALED=scaled, SIGNED=kind.signed, FILTERS=kind.filters, **kind.has, **kind.memory,
             O_KIND=self.whitening.kind, P_KIND=KINDS[kind.key.param_dtype],
             G_KIND=KINDS[kind.key.grad_dtype], TILE=K.TILE_ROWS, GENERAL=kind.general,
             **kind.apply.options, **launch_options(kind),

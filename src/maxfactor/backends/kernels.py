@@ -825,27 +825,16 @@ def input_scale(entry, setting, flags, tile_sums, row_sum_var):
 
 
 @triton.jit
-def column_roots(entry, k, extremes, mean, cols, n, floor):
-    """Of V = R C / mean R in (10): where R is, C and 1 / sqrt(C), and whether the floor acts."""
-    row_pointer = tl.load(entry + ROW_VAR).to(tl.pointer_type(tl.float32))
-    col_pointer = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
-    end = tl.where((tl.load(entry + FLAGS) & DENSE) != 0, 0, n)
-    c = tl.load(col_pointer + cols, mask=cols < end, other=1.0)
-    least_r = tl.load(extremes + k * 3 + 1).to(tl.float32, bitcast=True)
-    least_c = tl.load(extremes + k * 3 + 2).to(tl.float32, bitcast=True)
-    floored = least_r / tl.maximum(mean, TINY) * least_c < floor
-    return row_pointer, c[None, :], inverse_root(c)[None, :], floored
+def factor_roots(pointer, at, end, divisor):
+    """1 / sqrt of some of R or C, infinite where they are 0, and where the other is R / divisor."""
+    values = tl.load(pointer.to(tl.pointer_type(tl.float32)) + at, mask=at < end, other=1.0)
+    return tl.where(values > 0.0, inverse_root(values / divisor), float("inf"))
 
 
 @triton.jit
-def roots_of_variance(row_pointer, c, root_c, floored, mean, rows, m, floor):
-    """1 / sqrt(V) of (10) for a piece of a factored matrix."""
-    r = tl.load(row_pointer + rows, mask=rows < m, other=1.0)[:, None] / tl.maximum(mean, TINY)
-    if floored:
-        roots = tl.rsqrt(tl.maximum(r * c, floor))
-    else:
-        roots = inverse_root(r) * root_c
-    return roots
+def capped(row_roots, col_roots, root_of_floor):
+    """1 / sqrt(V) of a piece, where V = R C is never below its floor."""
+    return tl.minimum(row_roots[:, None] * col_roots[None, :], root_of_floor)
 
 
 @triton.jit
@@ -917,9 +906,10 @@ def remembered(
         places, real = scale_places(scales, rows, cols, m, n, COLS_)
         tl.store(places, step, mask=real)
         codes = momentum * spread(1.0 / tl.maximum(step, TINY), ROWS_, COLS_)
-        codes = (codes + 12582912.0) - 12582912.0  # 1.5 * 2^23: the nearest whole, ties to even
-        store_tile(pointer, codes, rows, cols, m, n, tl.int8, ALIGNED)
-        momentum = codes * spread(step, ROWS_, COLS_)
+        codes += 12582912.0  # 1.5 * 2^23: the nearest whole, ties to even, is in the lowest bits
+        bytes_ = codes.to(tl.int32, bitcast=True).to(tl.int8)
+        store_tile(pointer, bytes_, rows, cols, m, n, tl.int8, ALIGNED)
+        momentum = (codes - 12582912.0) * spread(step, ROWS_, COLS_)
     else:
         store_tile(pointer, momentum, rows, cols, m, n, STORE, ALIGNED)
         momentum = momentum.to(STORE).to(tl.float32)
@@ -932,7 +922,6 @@ def filtered(
     table,
     settings,
     tile_matrix,
-    extremes,
     row_sum_var,
     row_max,
     update_max,
@@ -947,6 +936,8 @@ def filtered(
     SCALED: tl.constexpr,
     SIGNED: tl.constexpr,
     GENERAL: tl.constexpr,
+    VARIANCES: tl.constexpr,
+    WHITENING: tl.constexpr,
     STORE: tl.constexpr,
     KEEPS: tl.constexpr,
     O_KIND: tl.constexpr,
@@ -986,9 +977,11 @@ def filtered(
     inverse_scale = 1.0
     if SCALED:
         inverse_scale = 1.0 / tl.load(grad_scale)
-    whitens = (flags & WHITENS) != 0
-    dense = (flags & DENSE) != 0
-    row_pointer, c, root_c, floored = column_roots(entry, k, extremes, mean, cols, n, floor)
+    whitens = WHITENING and (flags & WHITENS) != 0
+    dense = VARIANCES and (flags & DENSE) != 0
+    r_pointer, r_end = tl.load(entry + ROW_VAR), tl.where(dense, 0, m)
+    col_roots = factor_roots(tl.load(entry + COL_VAR), cols, tl.where(dense, 0, n), 1.0)
+    divisor, root_of_floor = tl.maximum(mean, TINY), inverse_root(floor)
     kept, scales = momentum_places(entry, STORE)
     o_pointer = address(pointers, entry, 2, O_KIND)
     place = row_max + tl.load(entry + ROW_SPACE)
@@ -1001,13 +994,13 @@ def filtered(
     highest = tl.zeros([ROWS_], tl.float32)
     for piece in tl.range(0, pieces, num_stages=STAGES_):
         rows = first_row + piece * ROWS_ + tl.arange(0, ROWS_)
-        g = load_tile(pointer, rows, cols, m, n, G_KIND, ALIGNED) * inverse_scale
+        g = load_tile(pointer, rows, cols, m, n, G_KIND, ALIGNED)
+        roots = capped(factor_roots(r_pointer, rows, r_end, divisor), col_roots, root_of_floor)
         if dense:
-            v = dense_variance(entry, setting, t, g, rows, cols, m, n, ALIGNED)
+            whole = g * inverse_scale
+            v = dense_variance(entry, setting, t, whole, rows, cols, m, n, ALIGNED)
             roots = tl.rsqrt(tl.maximum(v, floor))
-        else:
-            roots = roots_of_variance(row_pointer, c, root_c, floored, mean, rows, m, floor)
-        x = g * factor
+        x = g * (factor * inverse_scale)
         if not whitens:
             x *= roots  # (10)
         y = x
@@ -1024,8 +1017,7 @@ def filtered(
             y *= roots * root_of_mean
             store_tile(o_pointer, y, rows, cols, m, n, O_KIND, ALIGNED)
         else:
-            y = tl.where((rows < m)[:, None] & (cols < n)[None, :], y, 0.0)
-            by_row = tl.max(tl.abs(y), axis=1)
+            by_row = tl.max(tl.abs(y), axis=1)  # 0 outside the matrix, where G and M were read as 0
             highest = tl.maximum(highest, by_row)
             if not dense:
                 bits = by_row.to(tl.int32, bitcast=True)
@@ -1100,6 +1092,8 @@ def apply(
     SCALED: tl.constexpr,
     SIGNED: tl.constexpr,
     FILTERS: tl.constexpr,
+    VARIANCES: tl.constexpr,
+    WHITENING: tl.constexpr,
     STORE: tl.constexpr,
     KEEPS: tl.constexpr,
     O_KIND: tl.constexpr,
@@ -1151,8 +1145,8 @@ def apply(
     if not FILTERS:  # there G itself is negated, as M remembers it
         if (flags & MAXIMIZE) != 0:
             scale = -scale
-    vector = (flags & VECTOR) != 0
-    dense = (flags & DENSE) != 0
+    vector = VARIANCES and (flags & VECTOR) != 0
+    dense = VARIANCES and (flags & DENSE) != 0
     total = tl.zeros([COLS_], tl.float32)
     by_signs = False
     if SIGNED:
@@ -1183,20 +1177,19 @@ def apply(
         inverse_scale = 1.0
         if SCALED:
             inverse_scale = 1.0 / tl.load(grad_scale)
-        whitens = (flags & WHITENS) != 0
+        whitens = WHITENING and (flags & WHITENS) != 0
         if FILTERS:
             gain, share = tl.load(scalar + GAIN), tl.load(setting + MIX)
             factor, mean = tl.load(scalar + FACTOR), tl.load(scalar + MEAN)
-            rows_at, c, root_c, floored = column_roots(entry, k, extremes, mean, cols, n, floor)
             kept, scales = momentum_places(entry, STORE)
             o_pointer = address(pointers, entry, 2, O_KIND)
+            divisor = tl.maximum(mean, TINY)
         elif GENERAL:
             divisor = row_scale(entry, setting, k, extremes, row_sum_var, flags)
-            floored = is_floored(setting, k, extremes, divisor)
-            row_pointer = tl.load(entry + ROW_VAR).to(tl.pointer_type(tl.float32))
-            col_pointer = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
-            c = tl.load(col_pointer + cols, mask=cols < tl.where(dense, 0, n), other=1.0)[None, :]
-            root_c = inverse_root(c)
+        if FILTERS or GENERAL:
+            r_pointer, r_end = tl.load(entry + ROW_VAR), tl.where(dense, 0, m)
+            col_roots = factor_roots(tl.load(entry + COL_VAR), cols, tl.where(dense, 0, n), 1.0)
+            root_of_floor = inverse_root(floor)
         for piece in tl.range(0, pieces, num_stages=STAGES_):
             rows = first_row + piece * ROWS_ + tl.arange(0, ROWS_)
             g = load_tile(g_pointer, rows, cols, m, n, G_KIND, ALIGNED) * inverse_scale
@@ -1214,9 +1207,8 @@ def apply(
                     if dense:
                         u *= factor * tl.rsqrt(tl.maximum(v, floor))
                     else:
-                        u *= factor * roots_of_variance(
-                            rows_at, c, root_c, floored, mean, rows, m, floor
-                        )
+                        row_roots = factor_roots(r_pointer, rows, r_end, divisor)
+                        u *= factor * capped(row_roots, col_roots, root_of_floor)
                     if KEEPS:
                         stored = recalled(
                             kept, scales, rows, cols, m, n, STORE, ALIGNED, ROWS_, COLS_
@@ -1238,11 +1230,8 @@ def apply(
                         move = g / root * tl.load(setting + BOOST) * up
             elif GENERAL:
                 if (flags & SIGN) == 0:
-                    r = tl.load(row_pointer + rows, mask=rows < m, other=1.0)[:, None] / divisor
-                    if floored:
-                        move = g * tl.rsqrt(tl.maximum(r * c, floor)) * scale
-                    else:
-                        move = g * (inverse_root(r) * scale) * root_c
+                    row_roots = factor_roots(r_pointer, rows, r_end, divisor)
+                    move = g * (scale * capped(row_roots, col_roots, root_of_floor))
             w = write_weights(
                 w_pointer, w, move, keep, key, origin, stride, rows, cols, m, n, flags,
                 P_KIND, ALIGNED,
