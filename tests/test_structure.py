@@ -23,10 +23,15 @@ RANKS = [
     {"momentum"},
     {"rule", "work"},
     {"backends.choice", "backends.collective", "backends.deal", "backends.tasks"},
-    {"backends.kernels", "backends.matrix", "backends.stack"},
+    {"backends.kernels.layout", "backends.matrix", "backends.stack"},
+    {"backends.kernels.tiles"},
+    {"backends.kernels.variance"},
+    {"backends.kernels.maxima", "backends.kernels.shards", "backends.kernels.statistics"},
+    {"backends.kernels.momentum"},
+    {"backends.kernels.weights"},
     {"backends.filtered"},
     {"backends.foreach", "backends.plain", "backends.sharded"},
-    {"backends.fused", "backends.shard_kernels"},
+    {"backends.fused"},
     {"backends.fused_sharded"},
     {"description", "recipes", "schedule"},
     {"optimizer"},
@@ -108,7 +113,7 @@ def test_host_reads_carry_their_reason(path: Path) -> None:
 def test_only_torch_is_needed(path: Path) -> None:
     """And Triton, by the fused backend alone; the speech job has an extra of its own."""
     known = {"torch", "maxfactor", *sys.stdlib_module_names}
-    if name_of(path) in ("backends.fused", "backends.kernels", "backends.shard_kernels"):
+    if name_of(path) == "backends.fused" or name_of(path).startswith("backends.kernels."):
         known |= {"triton"}
     if name_of(path).startswith("speech.") or name_of(path) in ("cli", "report"):
         known |= SPEECH

@@ -18,7 +18,11 @@ import torch
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from maxfactor.backends import kernels as K  # noqa: N812
+from maxfactor.backends.kernels import layout as K  # noqa: N812
+from maxfactor.backends.kernels.maxima import maxima, rescale
+from maxfactor.backends.kernels.momentum import filtered
+from maxfactor.backends.kernels.statistics import finalize, statistics
+from maxfactor.backends.kernels.weights import apply
 from maxfactor.guard import LIMIT, given_up, refused
 from maxfactor.hyper import FLOAT32_TINY, AdafactorHyper, Hyper, MaxFactorHyper
 from maxfactor.orthogonal import orthogonal
@@ -673,7 +677,7 @@ class FusedStep:
         for kind, option in zip(kinds, options, strict=True):
             if stale:
                 self._apply(kind, signs, grad_scale, scaled=scaled, measure=True)
-            K.statistics[(kind.tiles,)](
+            statistics[(kind.tiles,)](
                 self.pointers, self.table, self.tile_matrix, self.row_part, self.row_peak,
                 self.col_part, self.extremes, signs, self.unsigned, self.tile_sums, self.settings,
                 self.bad, self.status, grad_scale, kind.first_tile, CHECK=check, SCALED=scaled,
@@ -694,7 +698,7 @@ class FusedStep:
             self._apply(kind, signs, grad_scale, scaled=scaled, measure=False)
 
     def _finalize(self, found_inf: Tensor, *, scaled: bool) -> None:
-        K.finalize[(len(self.tasks),)](
+        finalize[(len(self.tasks),)](
             self.table, self.settings, self.tasks, self.row_part, self.col_part,
             self.extremes, self.row_sum_var, self.squares, self.scalars, self.update_max,
             self.ratios, self.row_max, self.bad, self.status, found_inf,
@@ -704,13 +708,13 @@ class FusedStep:
 
     def _rescale(self) -> None:
         if any(kind.general or kind.filters for kind in self.plan.kinds.values()):
-            K.rescale[(len(self.params),)](
+            rescale[(len(self.params),)](
                 self.table, self.settings, self.first_of, self.update_max, self.update_squares,
                 self.filter_sums, self.scalars, self.status, enable_fp_fusion=True,
             )  # fmt: skip
 
     def _maxima(self, kind: Kind, blocks: Tensor, grad_scale: Tensor, *, scaled: bool) -> None:
-        K.maxima[(len(blocks),)](
+        maxima[(len(blocks),)](
             self.pointers, self.table, self.settings, blocks, self.row_peak, self.ratios,
             self.extremes, self.row_sum_var, self.row_max, self.update_max,
             self.update_squares, self.scalars, self.status, grad_scale, SCALED=scaled,
@@ -720,7 +724,7 @@ class FusedStep:
         )  # fmt: skip
 
     def _filter(self, kind: Kind, signs: Tensor, grad_scale: Tensor, *, scaled: bool) -> None:
-        K.filtered[(kind.tiles,)](
+        filtered[(kind.tiles,)](
             self.pointers, self.table, self.settings, self.tile_matrix, self.row_sum_var,
             self.row_max, self.update_max, self.tile_sums, self.filter_sums, self.scalars, signs,
             self.unsigned, self.status, grad_scale, kind.first_tile, SCALED=scaled,
@@ -733,7 +737,7 @@ class FusedStep:
         self, kind: Kind, signs: Tensor, grad_scale: Tensor, *, scaled: bool, measure: bool
     ) -> None:
         """Write the weights, or only measure them."""
-        K.apply[(kind.tiles,)](
+        apply[(kind.tiles,)](
             self.pointers, self.table, self.settings, self.tile_matrix, self.extremes,
             self.row_sum_var, self.row_max, self.update_max, self.squares, self.scalars, signs,
             self.unsigned, self.status, grad_scale, self.seed_keys, kind.first_tile, int(measure),

@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from maxfactor.backends import kernels as K  # noqa: N812
-from maxfactor.backends import shard_kernels as S  # noqa: N812
 from maxfactor.backends.collective import Share, combined
 from maxfactor.backends.fused import FusedStep, is_general
+from maxfactor.backends.kernels import layout as K  # noqa: N812
+from maxfactor.backends.kernels import shards as S  # noqa: N812
+from maxfactor.backends.kernels.maxima import rescale
+from maxfactor.backends.kernels.statistics import finalize
 from maxfactor.backends.sharded import groups_over, process_groups
 from maxfactor.state import factoring
 
@@ -237,7 +239,7 @@ class FusedShards(FusedStep):
         # What a rank without tiles has not begun anew; what round 2 and 3 wrote last time.
         self.extremes.copy_(self.fresh)
         self.row_max.zero_()
-        K.finalize[(len(self.tasks),)](
+        finalize[(len(self.tasks),)](
             self.combined, self.settings, self.tasks, self.totals, self.totals, self.extremes,
             self.row_sums, self.weight_squares, self.scalars, self.update_max, self.ratios,
             self.row_max, self.bad, self.status, found_inf,
@@ -278,7 +280,7 @@ class FusedShards(FusedStep):
         maxima += [(self.max_by_row, as_floats(self.row_max))]
         exchange([*maxima, (self.update_totals, self.update_sums.view(-1))], self.groups)
         if self.rescales:
-            K.rescale[(len(self.params),)](
+            rescale[(len(self.params),)](
                 self.combined, self.settings, self.first_of, self.update_max, self.update_sums,
                 self.update_sums, self.scalars, self.status, enable_fp_fusion=True,
             )  # fmt: skip

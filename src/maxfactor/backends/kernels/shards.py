@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from maxfactor.backends.kernels import (
+from maxfactor.backends.kernels.layout import (
     ALL_COLS,
     ALL_ROWS,
     COL_PART,
@@ -41,10 +41,9 @@ from maxfactor.backends.kernels import (
     XM,
     XX,
     YY,
-    statistic_weight,
-    sum_down,
-    sum_of,
 )
+from maxfactor.backends.kernels.tiles import sum_down, sum_of
+from maxfactor.backends.kernels.variance import statistic_weight
 
 # Of a chunk of rows, and of a matrix: the sum of R before the step, and that of G^2.
 BEFORE, NEWEST, ROW_SUMS = (tl.constexpr(i) for i in range(3))
