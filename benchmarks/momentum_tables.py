@@ -142,6 +142,8 @@ def batch_table() -> list[Entry]:
     for batch, steps, rates in sizes:
         size: dict[str, Any] = {"batch": batch, "steps": steps}
         found.append(entry(f"batch {batch}: fam", "fam", rates, **size))
+        shorter = {"momentum": fam(beta_max=0.9), **size}
+        found.append(entry(f"batch {batch}: FAM up to 0.9", "fam", rates, **shorter))
         found += [
             entry(f"batch {batch}: EMA {beta:g}", "fam", rates, momentum=beta, **size)
             for beta in FIXED

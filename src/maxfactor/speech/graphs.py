@@ -35,8 +35,8 @@ class Graph(NamedTuple):
 class Graphs:
     """Runs a forward and backward pass by graphs.
 
-    Gradients are added to what is in `.grad`, and stay where they are from step to step: they must
-    be set to zero, not to None.
+    Gradients are added to what is in `.grad`, and stay where they are from step to step: `clear`
+    sets them to zero, and nothing may set them to None.
 
     Args:
         model: Whose gradients the pass computes; nothing in it may be random.
@@ -66,6 +66,10 @@ class Graphs:
         one.share.fill_(share)
         one.graph.replay()
         return one.loss
+
+    def clear(self) -> None:
+        """Set all gradients to zero, in one launch or few."""
+        torch._foreach_zero_([param.grad for param in self._params if param.grad is not None])
 
     def _captured(self, features: Tensor, labels: Tensor) -> Graph:
         features, labels = features.clone(), labels.clone()

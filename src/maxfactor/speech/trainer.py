@@ -68,9 +68,8 @@ class Trainer:
         self._rates = [[group["lr"] for group in one.param_groups] for one in self.optimizers]
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=settings.dtype == "fp16")
         self._augmenting = Generator(self.device)
-        self._run_pass: abc.Callable[[Tensor, Tensor, float], Tensor] = self._gradients
-        if self._takes_graphs():
-            self._run_pass = Graphs(self.model, self._gradients)
+        self._graphs = Graphs(self.model, self._gradients) if self._takes_graphs() else None
+        self._run_pass = self._graphs or self._gradients
         self.step = 0
         self.seconds = 0.0
         self._whole_at = -1  # the step that the whole model is of
@@ -109,7 +108,10 @@ class Trainer:
         self._clip()
         for optimizer in self.optimizers:
             self._scaler.step(optimizer)
-            optimizer.zero_grad(set_to_none=not self._takes_graphs())
+            if self._graphs is None:
+                optimizer.zero_grad()
+        if self._graphs is not None:
+            self._graphs.clear()
         self._scaler.update()
         self.step += 1
         return total
