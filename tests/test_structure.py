@@ -31,6 +31,8 @@ RANKS = [
     {"backends.kernels.weights"},
     {"backends.filtered"},
     {"backends.foreach", "backends.plain", "backends.sharded"},
+    {"backends.plan"},
+    {"backends.whitening"},
     {"backends.fused"},
     {"backends.fused_sharded"},
     {"description", "recipes", "schedule"},
@@ -113,7 +115,7 @@ def test_host_reads_carry_their_reason(path: Path) -> None:
 def test_only_torch_is_needed(path: Path) -> None:
     """And Triton, by the fused backend alone; the speech job has an extra of its own."""
     known = {"torch", "maxfactor", *sys.stdlib_module_names}
-    if name_of(path) == "backends.fused" or name_of(path).startswith("backends.kernels."):
+    if name_of(path) == "backends.plan" or name_of(path).startswith("backends.kernels."):
         known |= {"triton"}
     if name_of(path).startswith("speech.") or name_of(path) in ("cli", "report"):
         known |= SPEECH

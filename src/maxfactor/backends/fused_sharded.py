@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from maxfactor.backends.collective import Share, combined
-from maxfactor.backends.fused import FusedStep, is_general
+from maxfactor.backends.fused import FusedStep
 from maxfactor.backends.kernels import layout as K  # noqa: N812
 from maxfactor.backends.kernels import shards as S  # noqa: N812
 from maxfactor.backends.kernels.maxima import rescale
 from maxfactor.backends.kernels.statistics import finalize
+from maxfactor.backends.plan import is_general
 from maxfactor.backends.sharded import groups_over, process_groups
 from maxfactor.state import factoring
 
