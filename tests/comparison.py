@@ -12,6 +12,8 @@ from cases import Problem
 from maxfactor import MaxFactor, rule
 from maxfactor.rule import MaxFactorHyper
 
+BF16_ITERATION = 0.2  # how far values of an orthogonal direction may be off on a GPU, 2 % even more
+
 
 def compare_with_rule(
     settings: dict[str, Any], cases: list[Problem], backend: str, device: str = "cpu"
@@ -23,7 +25,7 @@ def compare_with_rule(
     hyper = MaxFactorHyper(**settings)
     noise = 2e-5  # in units of the step size
     if hyper.direction == "orthogonal":  # the iteration is in bfloat16 on a GPU
-        noise = 5e-4 if device == "cpu" else 0.2
+        noise = 5e-4 if device == "cpu" else BF16_ITERATION
     states = [rule.init_state(case.weight, hyper) for case in cases]
     for t in range(len(cases[0].grads)):
         expected = []
@@ -79,5 +81,6 @@ def same_step(
     if hyper.bands > 1:
         off[untouched] = 0.0  # zero but for the rounding of two transforms, and then its sign
     wrong = int((off > allowed).sum())
-    assert wrong <= 0.001 * param.numel() + (2 if tipped else 0), f"parameter {what}: {wrong}"
+    share = 0.02 if noise == BF16_ITERATION else 0.001
+    assert wrong <= share * param.numel() + (2 if tipped else 0), f"parameter {what}: {wrong}"
     assert bool((off <= allowed + 2.0 * alpha).all()), f"parameter {what}"
