@@ -43,8 +43,8 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
 ]
 BAD_MAXFACTOR: list[tuple[str, Any, type[Exception], str]] = [
     ("lr", None, TypeError, "lr must be a number, got None"),
-    ("d", 0.0, ValueError, "d must be finite and positive, got 0.0"),
-    ("d", NAN, ValueError, "d must be finite and positive, got nan"),
+    ("d", 0.0, ValueError, "d must be positive, got 0.0"),
+    ("d", NAN, ValueError, "d must be positive, got nan"),
     ("gamma", 1.0, ValueError, r"gamma must lie in \[0, 1\), got 1.0"),
     ("gamma", NAN, ValueError, "gamma"),
     ("gamma", "0.9", TypeError, "gamma"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -51,6 +52,61 @@ def test_other_settings(variant: str) -> None:
         compare_with_rule(settings, cases, "fused", DEVICE)
 
 
+UNCLIPPED: dict[str, Any] = {"direction": "factored", "d": math.inf}
+
+
+@pytest.mark.parametrize(
+    ("momentum", "store", "scale", "more"),
+    [
+        ("fam", "int8", "current", {"weight_decay": 0.1}),
+        ("fam", "fp32", "initial", {"maximize": True}),
+        ("nesterov", "int8", "initial", {"eps": (1e-3, 1e-3)}),
+    ],
+)
+def test_without_a_clip(momentum: str, store: str, scale: str, more: dict[str, Any]) -> None:
+    """With d infinite nothing waits for the RMS of y: W moves in the launch that filters."""
+    cases = [problem(shape, steps=5, seed=i) for i, shape in enumerate(SHAPES)]
+    settings = settings_for(momentum, store, "factored", scale) | UNCLIPPED | more
+    compare_with_rule(settings, cases, "fused", DEVICE)
+
+
+def test_without_a_clip_next_to_others() -> None:
+    """Kinds that move at once and kinds that do not; one that is resumed has the same bits."""
+    shapes = [(9, 72), (33, 8), (70,), (12, 64)]
+    grads = [problem(shape, steps=5, seed=i).grads for i, shape in enumerate(shapes)]
+
+    def optimizer() -> tuple[MaxFactor, list[torch.Tensor]]:
+        params: list[torch.Tensor] = [
+            torch.nn.Parameter(problem(shape).weight.to(DEVICE)) for shape in shapes
+        ]
+        groups: list[dict[str, Any]] = [
+            {"params": params[:1], **UNCLIPPED},
+            {"params": params[1:3], "direction": "sign_max"},
+            {"params": params[3:], "direction": "orthogonal"},
+        ]
+        return MaxFactor(groups, momentum=FAM(warmup=1), fused=True), params
+
+    def step(taker: MaxFactor, params: list[torch.Tensor], t: int) -> None:
+        for param, own in zip(params, grads, strict=True):
+            param.grad = own[t].to(DEVICE)
+        taker.step()
+
+    (whole, first), (stopped, second) = optimizer(), optimizer()
+    for t in range(5):
+        step(whole, first, t)
+    for t in range(2):
+        step(stopped, second, t)
+    resumed, third = optimizer()
+    with torch.no_grad():
+        for ours, theirs in zip(third, second, strict=True):
+            ours.copy_(theirs)
+    resumed.load_state_dict(stopped.state_dict())
+    for t in range(2, 5):
+        step(resumed, third, t)
+    for ours, theirs in zip(third, first, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def trained(steps: int, grads: list[torch.Tensor], **settings: Any) -> MaxFactor:
     param = torch.nn.Parameter(problem((9, 72)).weight.to(DEVICE))
     optimizer = MaxFactor([param], fused=True, **settings)
@@ -60,10 +116,12 @@ def trained(steps: int, grads: list[torch.Tensor], **settings: Any) -> MaxFactor
     return optimizer
 
 
-@pytest.mark.parametrize("direction", ["sign_max", "orthogonal"])
-def test_a_skipped_step_changes_nothing(direction: str) -> None:
+@pytest.mark.parametrize(
+    "direction", [{"direction": "sign_max"}, {"direction": "orthogonal"}, UNCLIPPED], ids=str
+)
+def test_a_skipped_step_changes_nothing(direction: dict[str, Any]) -> None:
     grads = problem((9, 72), steps=4).grads
-    settings: dict[str, Any] = {"momentum": FAM(warmup=1), "direction": direction}
+    settings: dict[str, Any] = {"momentum": FAM(warmup=1), **direction}
     optimizer = trained(3, grads, **settings, scale="initial")
     [param] = optimizer.param_groups[0]["params"]
     before = {key: value.clone() for key, value in optimizer.state[param].items()}
@@ -75,6 +133,10 @@ def test_a_skipped_step_changes_nothing(direction: str) -> None:
     assert torch.equal(param, weight)
     for key, value in optimizer.state[param].items():
         assert torch.equal(value, before[key]), key
+    param.grad = grads[3].to(DEVICE)
+    optimizer.step()  # and what follows it is a step again
+    assert optimizer.skipped == 1
+    assert not torch.equal(param, weight)
 
 
 def test_bands_are_refused() -> None:

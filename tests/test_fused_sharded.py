@@ -164,6 +164,7 @@ SETTINGS: dict[str, tuple[type[Any], dict[str, Any], Layout]] = {
     "dense": (MaxFactor, {"full_matrix": True, "maximize": True}, (1,)),
     "adafactor rows": (Adafactor, {}, (0,)),
     "fam rows": (MaxFactor, FAM | {"scale": "initial"}, (0,)),
+    "fam unclipped": (MaxFactor, FAM | {"direction": "factored", "d": math.inf}, (0,)),
     "fam columns": (MaxFactor, FAM | {"momentum_dtype": "fp32"}, (1,)),
 }
 ROUNDED: list[Layout] = [(0,), (1,)]

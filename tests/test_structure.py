@@ -25,7 +25,7 @@ RANKS = [
     {"backends.choice", "backends.collective", "backends.deal", "backends.tasks"},
     {"backends.kernels.layout", "backends.matrix", "backends.stack"},
     {"backends.kernels.tiles"},
-    {"backends.kernels.variance"},
+    {"backends.kernels.variance", "backends.kernels.rounding"},
     {"backends.kernels.maxima", "backends.kernels.shards", "backends.kernels.statistics"},
     {"backends.kernels.momentum"},
     {"backends.kernels.weights"},

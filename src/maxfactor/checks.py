@@ -31,6 +31,14 @@ def check_positive(name: str, value: object) -> float:
     return number
 
 
+def check_above_zero(name: str, value: object) -> float:
+    """Return `value` as a float above 0; it may be infinite."""
+    number = check_number(name, value)
+    if not number > 0.0:
+        raise ValueError(f"{name} must be positive, got {number}")
+    return number
+
+
 def check_choice(name: str, value: object, known: tuple[str, ...]) -> str:
     """Return `value` if it is one of `known`."""
     if not isinstance(value, str) or value not in known:

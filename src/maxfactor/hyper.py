@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from maxfactor.checks import (
+    check_above_zero,
     check_choice,
     check_flag,
     check_not_negative,
@@ -239,7 +240,7 @@ class MaxFactorHyper(Hyper):
         super().__post_init__()
         self._set(
             lr=check_lr(self.lr),
-            d=check_positive("d", self.d),
+            d=check_above_zero("d", self.d),
             gamma=check_share("gamma", self.gamma),
             max_norm=check_flag("max_norm", self.max_norm),
             min_lr=check_not_negative("min_lr", self.min_lr),

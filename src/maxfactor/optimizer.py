@@ -335,7 +335,8 @@ class MaxFactor(FactoredOptimizer):
         beta2_decay: Exponent of (1), not positive.
         eps: (eps1, eps2): the floor of variances and divisors, and the smallest RMS(W) in (3).
             eps1 = None means float32's machine epsilon.
-        d: Bound on RMS(U) in (8); without effect from 1 on.
+        d: Bound on RMS(U) in (8), without effect from 1 on, and on RMS(y) with direction
+            "factored"; `math.inf` sets none, which with momentum saves the fused step a pass.
         weight_decay: Decay of (4), decoupled from the gradient.
         gamma: Memory of the variance of vectors and scalars.
         maximize: Go up instead of down.

@@ -300,7 +300,8 @@ class FusedStep:
         self._rescale()
         self.whitening.run()
         for kind in kinds:
-            self._apply(kind, signs, grad_scale, scaled=scaled, measure=False)
+            if not kind.key.direct:
+                self._apply(kind, signs, grad_scale, scaled=scaled, measure=False)
 
     def _finalize(self, found_inf: Tensor, *, scaled: bool) -> None:
         finalize[(len(self.tasks),)](
@@ -331,11 +332,12 @@ class FusedStep:
     def _filter(self, kind: Kind, signs: Tensor, grad_scale: Tensor, *, scaled: bool) -> None:
         filtered[(kind.tiles,)](
             self.pointers, self.table, self.settings, self.tile_matrix, self.row_sum_var,
-            self.row_max, self.update_max, self.tile_sums, self.filter_sums, self.scalars, signs,
-            self.unsigned, self.status, grad_scale, kind.first_tile, SCALED=scaled,
-            SIGNED=kind.signed, GENERAL=kind.general, **kind.has, **kind.memory,
-            O_KIND=self.whitening.kind, G_KIND=KINDS[kind.key.grad_dtype], TILE=K.TILE_ROWS,
-            **K.FILTERED_SHAPE.options, **launch_options(kind),
+            self.row_max, self.update_max, self.tile_sums, self.filter_sums, self.squares,
+            self.scalars, signs, self.unsigned, self.status, grad_scale, self.seed_keys,
+            kind.first_tile, SCALED=scaled, SIGNED=kind.signed, GENERAL=kind.general, **kind.has,
+            PEAKS=kind.signs, DIRECT=kind.key.direct, **kind.memory, O_KIND=self.whitening.kind,
+            P_KIND=KINDS[kind.key.param_dtype], G_KIND=KINDS[kind.key.grad_dtype],
+            TILE=K.TILE_ROWS, **K.FILTERED_SHAPE.options, **launch_options(kind),
         )  # fmt: skip
 
     def _apply(

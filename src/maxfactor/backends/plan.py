@@ -162,6 +162,7 @@ class Key(NamedTuple):
     grad_dtype: torch.dtype
     aligned: bool  # every row of W, G and the variance starts on 16 bytes
     store: str | None  # of the momentum; "none" for a filter without one, None for no filter
+    direct: bool  # W moves by the filtered gradient as it is, which takes no pass of its own
 
 
 @dataclass
@@ -172,6 +173,7 @@ class Kind:
     general: bool
     dense: bool = False  # there is a tensor with a full variance
     whitens: bool = False  # there is one with an orthogonal direction
+    signs: bool = False  # there is one that moves by signs
     blocks: list[tuple[int, int]] = field(default_factory=list)  # (matrix, how many)
     block_count: int = 0
     first_tile: int = 0
@@ -249,6 +251,7 @@ class Plan:
         self.kinds[key] = kind
         kind.dense |= bool(flags & K.DENSE.value)
         kind.whitens |= bool(flags & K.WHITENS.value)
+        kind.signs |= bool(flags & K.SIGN.value)
         first, first_tile, first_block = len(self.table), self.tile_count, kind.block_count
         for batch, shape in enumerate(matrices):
             self._add_matrix(work, shape, batch, common, kind)
@@ -313,7 +316,9 @@ class Plan:
 
 def keys_of(works: Sequence[Part]) -> list[Key]:
     """The kind of each tensor; two kinds if possible, so that a step has at most eight launches."""
-    keys = [Key(w.param.dtype, w.grad.dtype, is_aligned(w), store_of(w)) for w in works]
+    keys = [
+        Key(w.param.dtype, w.grad.dtype, is_aligned(w), store_of(w), is_direct(w)) for w in works
+    ]
     if len(set(keys)) > 2:
         keys = [key._replace(aligned=False) for key in keys]
     return keys
@@ -325,6 +330,14 @@ def store_of(work: Part) -> str | None:
     if not isinstance(hyper, MaxFactorHyper) or not hyper.is_filtered(is_vector=vector):
         return None
     return hyper.momentum_store(is_vector=vector) or "none"
+
+
+def is_direct(work: Part) -> bool:
+    """Whether nothing of the whole tensor decides how W moves, once the gradient is filtered."""
+    hyper = work.hyper
+    if not isinstance(hyper, MaxFactorHyper) or not flags_of(work) & K.FILTERED.value:
+        return False
+    return hyper.direction == "factored" and math.isinf(hyper.d)
 
 
 def is_aligned(work: Part) -> bool:

@@ -28,6 +28,7 @@ import gc
 import importlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -111,6 +112,7 @@ def ours(name: str, backend: str, label: str = "", **settings: Any) -> Contender
 BACKENDS = ("plain", "foreach", "fused")
 FAM = {"momentum": maxfactor.FAM()}
 FACTORED = {**FAM, "direction": "factored"}
+UNCLIPPED = {**FACTORED, "d": math.inf}
 ORTHOGONAL = {"momentum": 0.95, "nesterov": True, "direction": "orthogonal", "scale": "initial"}
 
 
@@ -140,6 +142,7 @@ CONTENDERS = (
     *(ours("MaxFactor", backend) for backend in BACKENDS),
     *(ours("MaxFactor", backend, "FAM", **FAM) for backend in BACKENDS),
     *(ours("MaxFactor", backend, "FAM factored", **FACTORED) for backend in BACKENDS),
+    *(ours("MaxFactor", backend, "FAM unclipped", **UNCLIPPED) for backend in BACKENDS),
     *(ours("MaxFactor", backend, "orthogonal", **ORTHOGONAL) for backend in BACKENDS),
     *(ours("Adafactor", backend) for backend in BACKENDS),
     named("torch AdamW", "torch.optim", "AdamW"),

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from maxfactor.backends.kernels.layout import (
+    ALPHA,
     BETA,
     BLOCK,
     COL_VAR,
@@ -16,12 +17,14 @@ from maxfactor.backends.kernels.layout import (
     FLAGS,
     GAIN,
     GROUP,
+    KEEP,
     MAXIMIZE,
     MEAN,
     MIX,
     MOMENTUM,
     MOMENTUM_SCALE,
     NUMEL,
+    ORIGIN,
     OWNER,
     OWNER_TILE,
     OWNER_TILES,
@@ -29,9 +32,12 @@ from maxfactor.backends.kernels.layout import (
     ROW_VAR,
     ROWS,
     SCALARS,
+    SEEN,
     SETTINGS,
     SKIP,
     START,
+    STEP,
+    STRIDE,
     STRIPS,
     SUMS,
     TABLE,
@@ -43,6 +49,7 @@ from maxfactor.backends.kernels.layout import (
     XX,
     YY,
 )
+from maxfactor.backends.kernels.rounding import noise_key, write_weights
 from maxfactor.backends.kernels.tiles import (
     address,
     has_zeros,
@@ -67,20 +74,25 @@ def filtered(
     update_max,
     tile_sums,
     filter_sums,
+    squares,
     scalars,
     signs,
     unsigned,
     status,
     grad_scale,
+    seed_keys,
     first_tile,
     SCALED: tl.constexpr,
     SIGNED: tl.constexpr,
     GENERAL: tl.constexpr,
     VARIANCES: tl.constexpr,
     WHITENING: tl.constexpr,
+    PEAKS: tl.constexpr,
+    DIRECT: tl.constexpr,
     STORE: tl.constexpr,
     KEEPS: tl.constexpr,
     O_KIND: tl.constexpr,
+    P_KIND: tl.constexpr,
     G_KIND: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS_: tl.constexpr,
@@ -88,7 +100,13 @@ def filtered(
     TILE: tl.constexpr,
     STAGES_: tl.constexpr,
 ):
-    """The momentum, (10) to (13), maxima and signs of y, or what is to be orthogonalised."""
+    """The momentum, (10) to (13), maxima and signs of y, or what is to be orthogonalised.
+
+    DIRECT: W moves by y as it is, so that it can do so at once, and `apply` is not needed.
+    """
+    if DIRECT:
+        if tl.program_id(0) == 0:
+            tl.store(status + SEEN, 0)  # as in `apply`
     if tl.load(status + SKIP) != 0:
         return
     tile = first_tile + tl.program_id(0)
@@ -126,9 +144,14 @@ def filtered(
     o_pointer = address(pointers, entry, 2, O_KIND)
     place = row_max + tl.load(entry + ROW_SPACE)
     root_of_mean = tl.sqrt_rn(mean)
+    if DIRECT:
+        keep, alpha = tl.load(scalar + KEEP), tl.load(scalar + ALPHA)
+        key = noise_key(seed_keys, tl.load(entry + GROUP), t)
+        origin, stride = tl.load(entry + ORIGIN), tl.load(entry + STRIDE)
+        w_pointer = address(pointers, entry, 0, P_KIND)
     agreement = tl.zeros([COLS_], tl.float32)
     power = tl.zeros([COLS_], tl.float32)
-    squares = tl.zeros([COLS_], tl.float32)
+    total = tl.zeros([COLS_], tl.float32)  # of the squares of y, or of those of the new W
     least = tl.full([COLS_], float("inf"), tl.float32)
     marks = tl.zeros([ROWS_, COLS_], tl.uint32)
     highest = tl.zeros([ROWS_], tl.float32)
@@ -136,6 +159,7 @@ def filtered(
         rows = first_row + piece * ROWS_ + tl.arange(0, ROWS_)
         g = load_tile(pointer, rows, cols, m, n, G_KIND, ALIGNED)
         roots = capped(factor_roots(r_pointer, rows, r_end, divisor), col_roots, root_of_floor)
+        v = g
         if dense:
             whole = g * inverse_scale
             v = dense_variance(entry, setting, t, whole, rows, cols, m, n, ALIGNED)
@@ -157,22 +181,38 @@ def filtered(
             y *= roots * root_of_mean
             store_tile(o_pointer, y, rows, cols, m, n, O_KIND, ALIGNED)
         else:
-            by_row = tl.max(tl.abs(y), axis=1)  # 0 outside the matrix, where G and M were read as 0
-            highest = tl.maximum(highest, by_row)
-            if not dense:
-                bits = by_row.to(tl.int32, bitcast=True)
-                tl.atomic_max(place + rows, bits, mask=rows < m, sem="relaxed")
-            if GENERAL:
-                squares += tl.sum(y * y, axis=0)
+            if PEAKS:
+                by_row = tl.max(tl.abs(y), axis=1)  # y is 0 outside the matrix, as G and M are
+                highest = tl.maximum(highest, by_row)
+                if not dense:
+                    bits = by_row.to(tl.int32, bitcast=True)
+                    tl.atomic_max(place + rows, bits, mask=rows < m, sem="relaxed")
+            if DIRECT:
+                if dense:
+                    store_tile(tl.load(entry + COL_VAR), v, rows, cols, m, n, tl.float32, ALIGNED)
+                w = load_tile(w_pointer, rows, cols, m, n, P_KIND, ALIGNED)
+                w = write_weights(
+                    w_pointer, w, y * alpha, keep, key, origin, stride, rows, cols, m, n, flags,
+                    P_KIND, ALIGNED,
+                )  # fmt: skip
+                total += tl.sum(w * w, axis=0)
+            elif GENERAL:
+                total += tl.sum(y * y, axis=0)
             if SIGNED:
                 marks = marked(marks, y)
                 least = tl.minimum(least, tl.min(tl.abs(y), axis=0))
     sums = filter_sums + tile * SUMS
     tl.store(sums + XM, tl.sum(agreement, axis=0))
     tl.store(sums + XX, tl.sum(power, axis=0))
-    tl.store(sums + YY, tl.sum(squares, axis=0))
-    most = tl.max(highest, axis=0).to(tl.int32, bitcast=True)
-    tl.atomic_max(update_max + owner, most, sem="relaxed")
+    if DIRECT:
+        tl.store(squares + tile, tl.sum(total, axis=0))
+        if tile == tl.load(entry + OWNER_TILE):
+            tl.store(tl.load(entry + STEP).to(tl.pointer_type(tl.float32)), t)
+    else:
+        tl.store(sums + YY, tl.sum(total, axis=0))
+    if PEAKS:
+        most = tl.max(highest, axis=0).to(tl.int32, bitcast=True)
+        tl.atomic_max(update_max + owner, most, sem="relaxed")
     if SIGNED:
         tl.store(unsigned + tile, (has_zeros(least, cols, n) | whitens).to(tl.int8))
         if (not dense) & (not whitens):
