@@ -298,7 +298,7 @@ def test_tensorboard_on_request(cache: Path, tmp_path: Path) -> None:
 
 def test_a_loss_that_is_no_number_is_null(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, 0, tensorboard=False)
-    metrics.pace(Pace(1, float("nan"), 0.1, 0.1, 1.0, 1.0))
+    metrics.pace(Pace(1, float("nan"), 0.1, 0.1, 1.0, 1.0), {})
     assert lines(tmp_path)[0]["loss"] is None
 
 

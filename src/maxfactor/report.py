@@ -145,7 +145,7 @@ def _averaged(
 
 
 def _heat_map(label: str, outcome: Outcome) -> go.Figure:
-    """The memory beta of every matrix, evaluation by evaluation."""
+    """The memory beta of every matrix, from step to step."""
     lines = _memories(outcome)
     names = list(lines[-1]["beta"])
     values = [[mean(line["beta"][name]) for line in lines] for name in names]
@@ -164,7 +164,6 @@ def _heat_map(label: str, outcome: Outcome) -> go.Figure:
     figure.update_layout(**_layout(f"{label}: β per layer", "steps"))
     figure.update_layout(height=160 + 16 * len(names), margin_l=220)
     figure.update_yaxes(autorange="reversed", tickfont_size=10, dtick=1)
-    figure.update_xaxes(type="category")
     return figure
 
 

@@ -21,10 +21,10 @@ METRICS = "metrics.jsonl"
 class NoMetrics:
     """Writes nothing: the first process does."""
 
-    def pace(self, pace: Pace) -> None:
+    def pace(self, pace: Pace, memory: dict[str, list[float]]) -> None:
         """Ignore it."""
 
-    def evaluated(self, pace: Pace, evaluation: Evaluation, memory: dict[str, list[float]]) -> None:
+    def evaluated(self, pace: Pace, evaluation: Evaluation) -> None:
         """Ignore it."""
 
 
@@ -48,16 +48,17 @@ class Metrics(NoMetrics):
 
             self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
 
-    def pace(self, pace: Pace) -> None:
-        """Note how the training goes."""
-        self._write(asdict(pace))
+    def pace(self, pace: Pace, memory: dict[str, list[float]]) -> None:
+        """Note how the training goes, with the memory of FAM where there is one."""
+        line: dict[str, Any] = asdict(pace)
+        self._write({**line, "beta": memory} if memory else line)
 
-    def evaluated(self, pace: Pace, evaluation: Evaluation, memory: dict[str, list[float]]) -> None:
-        """Note error rates, examples, and the memory of FAM where there is one."""
+    def evaluated(self, pace: Pace, evaluation: Evaluation) -> None:
+        """Note error rates and examples."""
         line: dict[str, Any] = {"step": pace.step, "seconds": pace.seconds}
         line |= {"wer": evaluation.wer, "cer": evaluation.cer}
         line |= {"examples": [example._asdict() for example in evaluation.examples]}
-        self._write({**line, "beta": memory} if memory else line)
+        self._write(line)
 
     def close(self) -> None:
         """Finish what is still open."""

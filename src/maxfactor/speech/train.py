@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from maxfactor.speech.evaluate import Evaluation
 
 LOG_EVERY = 10  # steps
+MEMORIES = 50  # how often a training notes what FAM remembers
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,11 @@ def _run(trainer: Trainer, out: Path, metrics: NoMetrics, reporter: Reporter) ->
             while trainer.step < settings.steps and not stopping():
                 until = _next_stop(settings, trainer.step)
                 pace = train_until(trainer, batches, until, stopping)
-                metrics.pace(pace)
+                metrics.pace(pace, trainer.memory() if _tells_memory(settings, pace.step) else {})
                 reporter.pace(pace)
                 if trainer.step == until and _is_evaluation(settings, until):
                     evaluation = trainer.evaluate()
-                    metrics.evaluated(pace, evaluation, trainer.memory())
+                    metrics.evaluated(pace, evaluation)
                     reporter.evaluated(trainer.step, evaluation)
                     folder = trainer.save(out)
         finally:
@@ -158,6 +159,11 @@ def train_until(
         steps_per_second=(trainer.step - first) / seconds,
         seconds=trainer.seconds,
     )
+
+
+def _tells_memory(settings: Settings, step: int) -> bool:
+    """Whether the memory of FAM is noted: about MEMORIES times in a training, and at its end."""
+    return step % max(1, settings.steps // MEMORIES) < LOG_EVERY or step == settings.steps
 
 
 def _next_stop(settings: Settings, step: int) -> int:

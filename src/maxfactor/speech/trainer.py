@@ -146,7 +146,7 @@ class Trainer:
     def memory(self) -> dict[str, list[float]]:
         """The memory of each matrix under FAM, by name, one value for each band."""
         known: dict[str, Any] = getattr(self.optimizers[0], "spectrum", dict)()
-        # Asked for at evaluations alone, which wait for the device anyway.
+        # Asked for now and then, after the loss, which waits for the device anyway.
         return {name: spectrum.beta.tolist() for name, spectrum in known.items()}
 
     def save(self, out: Path) -> Path:
