@@ -13,7 +13,6 @@ latency and a bandwidth that are assumptions. Bytes are those of the buffer that
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import tempfile
@@ -34,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import maxfactor
 from maxfactor.backends.deal import balanced
 from maxfactor.bench.shapes import MODELS, Shape, elements, shapes
-from maxfactor.bench.step_time import machine, versions
+from maxfactor.bench.step_time import circumstances, write
 from maxfactor.hyper import AdafactorHyper, MaxFactorHyper
 from maxfactor.orthogonal import STEPS as NEWTON_SCHULZ_STEPS
 from maxfactor.recipes import find_recipe
@@ -455,12 +454,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             adafactor += outcome
     paper = [on_paper(options.on_paper, each, k) for each in CONTENDERS for k in RANKS_ON_PAPER]
     result: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        **circumstances("cpu"),
         "arguments": {
             name: value for name, value in vars(options).items() if name not in ("out", "markdown")
         },
-        "machine": machine("cpu"),
-        "versions": versions(),
         "assumed": {"latency_seconds": LATENCY, "bandwidth_bytes_per_second": BANDWIDTH},
         "measured": measured,
         "on_paper": paper,
@@ -468,8 +465,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     }
     print(as_text(result))
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(options.out, result)
     return result
 
 

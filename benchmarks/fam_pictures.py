@@ -18,7 +18,6 @@ docs/fam.md, and draws into docs/pictures:
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -32,7 +31,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from maxfactor import FAM
-from maxfactor.bench.step_time import machine, versions
+from maxfactor.bench.step_time import circumstances
 from maxfactor.speech import synth
 from maxfactor.speech.preparation import prepare
 from maxfactor.speech.settings import Settings
@@ -112,9 +111,7 @@ def measured(todo: Sequence[Plan], cache: Path | None, *, quick: bool) -> Record
     """All trainings, with when, where and with what."""
     return {
         "command": "python benchmarks/fam_pictures.py" + " --quick" * quick,
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "machine": machine("cpu"),
-        "versions": versions(),
+        **circumstances("cpu"),
         "study_validation": {"sentences": STUDY_SENTENCES, "words": study_words()},
         "trainings": [trained(plan, cache) for plan in todo],
     }

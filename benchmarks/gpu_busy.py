@@ -14,7 +14,6 @@ time of the steps without the profiler, which slows the host down but not the ke
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import shutil
 import subprocess
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from maxfactor.bench.step_time import machine, versions
+from maxfactor.bench.step_time import circumstances, write
 from maxfactor.speech.audio import SAMPLE_RATE
 from maxfactor.speech.data import Order
 from maxfactor.speech.preparation import Prepared, prepare
@@ -52,15 +51,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
         rows.append(row)
     result = {
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        **circumstances(args.device),
         "arguments": {k: v for k, v in vars(args).items() if k not in ("out", "cache", "trace")},
-        "machine": machine(args.device),
-        "versions": versions(),
         "rows": rows,
     }
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(args.out, result)
     return result
 
 

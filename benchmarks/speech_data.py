@@ -10,8 +10,6 @@ with the corpus; what it mapped from files is the system's to take back.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import multiprocessing
 import os
 import re
@@ -19,7 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxfactor.bench.step_time import machine, versions
+from maxfactor.bench.step_time import circumstances, write
 from maxfactor.speech.audio import SAMPLE_RATE
 from maxfactor.speech.data import Order, training_batches
 from maxfactor.speech.preparation import task_codec
@@ -40,15 +38,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
         rows.append(row)
     result = {
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        **circumstances("cpu"),
         "workers": args.workers,
-        "machine": machine("cpu"),
-        "versions": versions(),
         "rows": rows,
     }
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(args.out, result)
     return result
 
 

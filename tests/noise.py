@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
+from maxfactor.speech import checkpoint
 from maxfactor.speech.model import Codec, Size, whisper
 from maxfactor.speech.preparation import Prepared
 from maxfactor.speech.shards import Spoken
@@ -38,3 +42,8 @@ def prepared(width: int = 64) -> Prepared:
     codec = Codec.build(LETTERS, "characters")
     model = whisper(codec, Size(width, 2, 2), seconds=2, max_tokens=32)
     return Prepared(Noise(24), Noise(6), model, codec)
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    """Those of the last checkpoint in a training's folder."""
+    return load_file(checkpoint.checkpoints(out)[-1] / "model.safetensors")

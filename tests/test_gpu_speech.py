@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from cases import no_host_sync
 from maxfactor.speech import checkpoint, train
@@ -20,7 +19,7 @@ from maxfactor.speech.evaluate import Evaluation
 from maxfactor.speech.preparation import Prepared
 from maxfactor.speech.settings import Settings
 from maxfactor.speech.trainer import Trainer, repeatable
-from noise import prepared
+from noise import prepared, weights
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,10 +29,6 @@ DEVICE = "cuda"
 BASE = Settings(
     steps=6, batch_size=4, evaluate_every=3, dtype="bf16", device=DEVICE, spec_augment=True
 )
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    return load_file(checkpoint.checkpoints(out)[-1] / "model.safetensors")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])

@@ -368,6 +368,23 @@ def group_of(way: str) -> tuple[ProcessGroup | None, bool]:
     return (None if mesh is None else mesh.get_group()), kind == "plain"
 
 
+def save_all(net: torch.nn.Module, optimizer: MaxFactor, way: str, folder: str) -> None:
+    model, state = get_state_dict(net, optimizer)
+    group, alone = group_of(way)
+    content: dict[str, Any] = {"model": model, "optimizer": state}
+    save(content, checkpoint_id=folder, process_group=group, no_dist=alone)
+
+
+def load_all(net: torch.nn.Module, optimizer: MaxFactor, way: str, folder: str) -> None:
+    model, state = get_state_dict(net, optimizer)
+    group, alone = group_of(way)
+    content: dict[str, Any] = {"model": model, "optimizer": state}
+    load(content, checkpoint_id=folder, process_group=group, no_dist=alone)
+    set_state_dict(
+        net, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"]
+    )
+
+
 def saved(way: str, settings: dict[str, Any], folder: str) -> None:
     """Three steps, then a checkpoint."""
     net = sharded(way)
@@ -377,10 +394,7 @@ def saved(way: str, settings: dict[str, Any], folder: str) -> None:
     for t in range(3):
         give_gradients(net, t)
         optimizer.step()
-    model, state = get_state_dict(net, optimizer)
-    group, alone = group_of(way)
-    content: dict[str, Any] = {"model": model, "optimizer": state}
-    save(content, checkpoint_id=folder, process_group=group, no_dist=alone)
+    save_all(net, optimizer, way, folder)
 
 
 def loaded(way: str, settings: dict[str, Any], folder: str) -> None:
@@ -391,13 +405,7 @@ def loaded(way: str, settings: dict[str, Any], folder: str) -> None:
     assert single is not None
     optimizer = MaxFactor(net.named_parameters(), **settings)
     other = MaxFactor(single.named_parameters(), **settings)
-    model, state = get_state_dict(net, optimizer)
-    group, alone = group_of(way)
-    content: dict[str, Any] = {"model": model, "optimizer": state}
-    load(content, checkpoint_id=folder, process_group=group, no_dist=alone)
-    set_state_dict(
-        net, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"]
-    )
+    load_all(net, optimizer, way, folder)
     for t in range(6):
         give_gradients(single, t)
         other.step()
@@ -603,10 +611,7 @@ def saves_unused(way: str, settings: dict[str, Any], folder: str) -> None:
         give_gradients(net, t, leave_out=("odd", "gain"))
         optimizer.step()
     assert len(optimizer.state) == 6
-    model, state = get_state_dict(net, optimizer)
-    group, alone = group_of(way)
-    content: dict[str, Any] = {"model": model, "optimizer": state}
-    save(content, checkpoint_id=folder, process_group=group, no_dist=alone)
+    save_all(net, optimizer, way, folder)
 
 
 def loads_unused(way: str, settings: dict[str, Any], folder: str) -> None:
@@ -617,13 +622,7 @@ def loads_unused(way: str, settings: dict[str, Any], folder: str) -> None:
     assert single is not None
     optimizer = MaxFactor(net.named_parameters(), **settings)
     other = MaxFactor(single.named_parameters(), **settings)
-    model, state = get_state_dict(net, optimizer)
-    group, alone = group_of(way)
-    content: dict[str, Any] = {"model": model, "optimizer": state}
-    load(content, checkpoint_id=folder, process_group=group, no_dist=alone)
-    set_state_dict(
-        net, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"]
-    )
+    load_all(net, optimizer, way, folder)
     for value in optimizer.state[net.get_parameter("odd")].values():
         assert not local(value).any()
     for t in range(3):

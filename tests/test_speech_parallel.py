@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import maxfactor
@@ -27,7 +26,7 @@ from maxfactor.speech.metrics import read_metrics
 from maxfactor.speech.parallel import Ranks as Processes
 from maxfactor.speech.settings import Settings
 from maxfactor.speech.trainer import Trainer
-from noise import prepared
+from noise import prepared, weights
 from ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("speech in two processes")  # which are started once
@@ -60,10 +59,6 @@ def as_torchrun() -> None:
     names = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank()}
     names |= {"WORLD_SIZE": dist.get_world_size(), "LOCAL_WORLD_SIZE": dist.get_world_size()}
     os.environ.update({name: str(value) for name, value in names.items()})
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    return load_file(checkpoint.checkpoints(out)[-1] / "model.safetensors")
 
 
 def assert_alike(one: Path, other: Path) -> None:

@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from safetensors.torch import load_file
 from transformers import WhisperForConditionalGeneration
 from typer.testing import CliRunner
 
@@ -34,6 +33,7 @@ from maxfactor.speech.progress import Pace
 from maxfactor.speech.settings import Settings, rate_factor
 from maxfactor.speech.shards import Shards
 from maxfactor.speech.trainer import Trainer
+from noise import weights
 
 TINY = Settings(
     optimizer="adamw",
@@ -52,10 +52,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     prepare(TINY, folder, 1)
     return folder
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    return load_file(checkpoint.checkpoints(out)[-1] / "model.safetensors")
 
 
 def assert_same_weights(one: Path, other: Path) -> None:

@@ -203,9 +203,7 @@ class Kind:
     @property
     def apply(self) -> K.Shape:
         """Pieces of `apply`: those of `statistics` where it takes the signs from there."""
-        if self.signed:
-            return K.APPLY_SIGNS
-        return K.APPLY_GENERAL if self.general else K.APPLY
+        return K.APPLY_SIGNS if self.signed else K.APPLY_GENERAL
 
     @property
     def maxima(self) -> K.Shape:

@@ -486,6 +486,12 @@ def versions() -> dict[str, str]:
     return found
 
 
+def circumstances(device: str) -> dict[str, Any]:
+    """When, where and with what something was measured."""
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    return {"date": today, "machine": machine(device), "versions": versions()}
+
+
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -532,12 +538,10 @@ def as_result(
 ) -> dict[str, Any]:
     """What is written: the rows, and what they were measured with."""
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        **circumstances(args.device),
         "arguments": {name: value for name, value in vars(args).items() if name != "out"},
         "tensors": len(model),
         "parameters": elements(model),
-        "machine": machine(args.device),
-        "versions": versions(),
         "copy_bytes_per_second": [report.copy_speed for report in reports],
         "rows": [asdict(each) for report in reports for each in report.rows],
         "left_out": {name: why for report in reports for name, why in report.skipped.items()},

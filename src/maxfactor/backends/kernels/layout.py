@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
 STATISTICS = Shape(PIECE_ROWS, 1, stages=4)  # one warp: sums over a row need not leave it
 APPLY_SIGNS = Shape(PIECE_ROWS, 1, stages=4)  # and sums over a column need not leave a thread
-APPLY, APPLY_GENERAL = Shape(PIECE_ROWS, 1), Shape(PIECE_ROWS, 1)
+APPLY_GENERAL = Shape(PIECE_ROWS, 1)
 FILTERED_SHAPE = Shape(PIECE_ROWS, 1, stages=2)
 MAXIMA, MAXIMA_GENERAL = (Shape(4, 1), Shape(4, 1)) if INTERPRETED else (Shape(16, 1), Shape(8, 1))
 FINALIZE_WARPS, PARTS_AT_ONCE = 2, 8  # partial sums that `finalize` adds at a time

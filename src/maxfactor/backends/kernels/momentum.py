@@ -13,7 +13,6 @@ from maxfactor.backends.kernels.layout import (
     COLS,
     DENSE,
     FACTOR,
-    FIRST_TILE,
     FLAGS,
     GAIN,
     GROUP,
@@ -38,7 +37,6 @@ from maxfactor.backends.kernels.layout import (
     START,
     STEP,
     STRIDE,
-    STRIPS,
     SUMS,
     TABLE,
     TIME,
@@ -59,6 +57,7 @@ from maxfactor.backends.kernels.tiles import (
     sign_places,
     store_tile,
     sum_of,
+    within_tile,
 )
 from maxfactor.backends.kernels.variance import capped, dense_variance, factor_roots, mean_row_var
 
@@ -117,11 +116,7 @@ def filtered(
     owner = tl.load(entry + OWNER)
     m = tl.load(entry + ROWS)
     n = tl.load(entry + COLS)
-    strips = tl.load(entry + STRIPS).to(tl.int32)
-    local = (tile - tl.load(entry + FIRST_TILE)).to(tl.int32)
-    first_row = local // strips * TILE
-    pieces = tl.cdiv(tl.minimum(m.to(tl.int32) - first_row, TILE), ROWS_)
-    cols = local % strips * COLS_ + tl.arange(0, COLS_)
+    first_row, pieces, cols = within_tile(entry, tile, m, ROWS_, COLS_, TILE)
     scalar = scalars + owner * SCALARS
     beta, gain = tl.load(scalar + BETA), tl.load(scalar + GAIN)
     share = tl.load(setting + MIX)

@@ -6,9 +6,11 @@ import triton
 import triton.language as tl
 
 from maxfactor.backends.kernels.layout import (
+    FIRST_TILE,
     OWNER,
     POINTERS,
     START,
+    STRIPS,
     TINY,
 )
 
@@ -103,3 +105,13 @@ def sum_down(part, parts, length, at, CHUNK_: tl.constexpr, PARTS_: tl.constexpr
         inside = (which < parts)[:, None] & (at < length)[None, :]
         total += tl.load(part + which[:, None] * length + at[None, :], mask=inside, other=0.0)
     return tl.sum(total, axis=0)
+
+
+@triton.jit
+def within_tile(entry, tile, m, ROWS_: tl.constexpr, COLS_: tl.constexpr, TILE: tl.constexpr):
+    """Of a tile of a matrix: its first row, how many pieces it has, and its columns."""
+    strips = tl.load(entry + STRIPS).to(tl.int32)
+    local = (tile - tl.load(entry + FIRST_TILE)).to(tl.int32)
+    first_row = local // strips * TILE
+    pieces = tl.cdiv(tl.minimum(m.to(tl.int32) - first_row, TILE), ROWS_)
+    return first_row, pieces, local % strips * COLS_ + tl.arange(0, COLS_)

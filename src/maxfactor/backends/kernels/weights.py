@@ -14,7 +14,6 @@ from maxfactor.backends.kernels.layout import (
     DENSE,
     EPS1,
     FACTOR,
-    FIRST_TILE,
     FLAGS,
     GAIN,
     GROUP,
@@ -36,7 +35,6 @@ from maxfactor.backends.kernels.layout import (
     SKIP,
     STEP,
     STRIDE,
-    STRIPS,
     TABLE,
     TIME,
     TINY,
@@ -54,6 +52,7 @@ from maxfactor.backends.kernels.tiles import (
     negated,
     sign_places,
     store_tile,
+    within_tile,
 )
 from maxfactor.backends.kernels.variance import capped, dense_variance, factor_roots, row_scale
 
@@ -113,11 +112,7 @@ def apply(
     owner = tl.load(entry + OWNER)
     m = tl.load(entry + ROWS)
     n = tl.load(entry + COLS)
-    strips = tl.load(entry + STRIPS).to(tl.int32)
-    local = (tile - tl.load(entry + FIRST_TILE)).to(tl.int32)
-    first_row = local // strips * TILE
-    pieces = tl.cdiv(tl.minimum(m.to(tl.int32) - first_row, TILE), ROWS_)
-    cols = local % strips * COLS_ + tl.arange(0, COLS_)
+    first_row, pieces, cols = within_tile(entry, tile, m, ROWS_, COLS_, TILE)
     scalar = scalars + owner * SCALARS
     keep = tl.load(scalar + KEEP)
     alpha = tl.load(scalar + ALPHA)
