@@ -219,6 +219,20 @@ def test_twenty_in_a_row_are_an_error() -> None:
     assert all(bool(param.isfinite().all()) for param in params)
 
 
+def test_skipped_replays_are_an_error_when_asked() -> None:
+    """The device counts what a graph skips; the host learns of it only here."""
+    optimizer, _, _ = poisoned(float("nan"))
+    optimizer.check_skipped()  # before the first step too
+    optimizer.step()
+    optimizer.check_skipped()
+    assert optimizer._fused is not None
+    layout = pytest.importorskip("maxfactor.backends.kernels.layout")
+    optimizer._fused.status[layout.IN_A_ROW.value] = 20  # as after 19 replays
+    with pytest.raises(FloatingPointError, match=r"20 steps in a row .* of 'third' is not finite"):
+        optimizer.check_skipped()
+    optimizer.check_skipped()
+
+
 def test_grad_scaler_tensors() -> None:
     """grad_scale divides, found_inf skips without counting; the step count stays too."""
     case = problem((9, 40), steps=3)

@@ -16,6 +16,7 @@ import torch
 from cases import no_host_sync
 from maxfactor.speech import checkpoint, train
 from maxfactor.speech.evaluate import Evaluation
+from maxfactor.speech.graphs import UpdateGraph
 from maxfactor.speech.preparation import Prepared
 from maxfactor.speech.settings import Settings
 from maxfactor.speech.trainer import Trainer, repeatable
@@ -66,10 +67,15 @@ def _failing(given: Prepared, after: int, monkeypatch: pytest.MonkeyPatch) -> Pr
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
-def test_graphs_compute_what_passes_do(accumulated: int) -> None:
-    settings = replace(BASE, optimizer="adamw", grad_accum=accumulated, steps=8)
-    graphs, plain = Trainer(settings, prepared()), Trainer(settings, prepared())
-    plain._run_pass = plain._gradients
+@pytest.mark.parametrize("optimizer", ["adamw", "speech", "fam", "lean", "muon"])
+def test_graphs_compute_what_steps_do(optimizer: str, accumulated: int) -> None:
+    """With a learning rate that changes in each step, and Muon, whose steps are not captured."""
+    settings = replace(BASE, optimizer=optimizer, grad_accum=accumulated, steps=8)
+    graphs = Trainer(settings, prepared())
+    plain = Trainer(replace(settings, cuda_graphs=False), prepared())
+    assert graphs._graphs is not None
+    assert plain._graphs is None
+    assert isinstance(graphs._run_update, UpdateGraph) == (optimizer != "muon")
     batches = graphs.batches()
     with repeatable(graphs.device):
         for _ in range(8):
@@ -94,6 +100,16 @@ def test_a_step_does_not_wait_for_the_device(optimizer: str, graphs: bool) -> No
         with no_host_sync():
             losses = [trainer.train_step(own) for _ in range(3)]
     assert all(bool(loss.isfinite()) for loss in losses)
+
+
+def test_a_graph_that_skips_every_step_is_given_up() -> None:
+    trainer = Trainer(replace(BASE, optimizer="fam", steps=40), prepared())
+    batches = trainer.batches()
+    next(trainer.model.parameters()).data.fill_(float("nan"))
+    train.train_until(trainer, batches, 19)
+    with pytest.raises(FloatingPointError, match="20 steps in a row were skipped"):
+        train.train_until(trainer, batches, 20)
+    batches.close()
 
 
 @pytest.mark.parametrize("shard", ["ddp", "fsdp"])

@@ -44,7 +44,8 @@ class Adafactor(FactoredOptimizer):
         fused: True runs the Triton kernels. None for both: fused on CUDA if Triton is there,
             else foreach there; parameter by parameter on the CPU. Sharded parameters (DTensors)
             refuse foreach, and have a backend of their own for what the kernels cannot do.
-        capturable: True counts steps on the device, for CUDA graphs.
+        capturable: True counts steps on the device, for CUDA graphs. A replay skips and counts
+            as a step does, but cannot raise: call `check_skipped` now and then.
         nonfinite: What a NaN or infinity in any gradient does to the step. "skip": nothing is
             changed, `optimizer.skipped` counts it, and 20 in a row are an error. "raise": nothing
             is changed, and an error names the parameters. "ignore": no check.

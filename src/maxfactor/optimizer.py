@@ -148,6 +148,14 @@ class FactoredOptimizer(Optimizer):
         """How many steps were not taken because a gradient was not finite."""
         return self._guard.skipped + (0 if self._fused is None else self._fused.skipped)
 
+    def check_skipped(self) -> None:
+        """Raise if 20 steps in a row were skipped, as `step` does, which replays of a graph cannot.
+
+        It waits for the device. Without graphs there is no need to call it.
+        """
+        if self._fused is not None:
+            self._fused.check_skipped()
+
     def effective_lr(self) -> list[float]:
         """The step size that each group really used last: alpha of (3), mean over its parameters.
 
@@ -374,7 +382,8 @@ class MaxFactor(FactoredOptimizer):
         fused: True runs the Triton kernels. None for both: fused on CUDA if Triton is there,
             else foreach there; parameter by parameter on the CPU. Sharded parameters (DTensors)
             refuse foreach, and have a backend of their own for what the kernels cannot do.
-        capturable: True counts steps on the device, for CUDA graphs.
+        capturable: True counts steps on the device, for CUDA graphs. A replay skips and counts
+            as a step does, but cannot raise: call `check_skipped` now and then.
         nonfinite: What a NaN or infinity in any gradient does to the step. "skip": nothing is
             changed, `optimizer.skipped` counts it, and 20 in a row are an error. "raise": nothing
             is changed, and an error names the parameters. "ignore": no check.

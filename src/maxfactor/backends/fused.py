@@ -361,6 +361,12 @@ class FusedStep:
         """Steps that were skipped; reading it waits for the device."""
         return int(self.status[K.SKIPPED.value].item())  # asked for by the user
 
+    def check_skipped(self) -> None:
+        """Raise after too many skipped steps in a row; waits for the device."""
+        self.report.copy_(self.status)  # asked for by the user
+        self.event = None
+        self._raise_if_given_up()
+
     def nonfinite(self) -> list[str]:
         """Names of the parameters whose gradient was not finite; reading it waits."""
         marks = self.bad.tolist()  # asked for by the user, or on the way to an error

@@ -60,41 +60,44 @@ def mel_filters(mels: int = 80) -> Tensor:
     return (triangles * (2.0 / (corners[2:] - corners[:-2]))[:, None]).float()
 
 
+def draw_stretches(batch: int, generator: Generator, masks: int = 2) -> Tensor:
+    """Draw what `spec_augment` blanks out: `masks` stretches along each axis of each utterance.
+
+    On the CPU, whatever the device of the features: the same everywhere, and a CUDA graph of what
+    comes after needs nothing random in it.
+
+    Returns:
+        (2, 2, batch, masks), between 0 and 1: time and frequency, width and start.
+    """
+    axes = [torch.rand(2, batch, masks, 1, generator=generator) for _ in range(2)]
+    return torch.stack(axes).squeeze(-1)
+
+
 def spec_augment(
-    features: Tensor,
-    generator: Generator,
-    masks: int = 2,
-    time_share: float = 0.1,
-    mel_share: float = 0.2,
-    rank: int = 0,
-    world: int = 1,
+    features: Tensor, draws: Tensor, time_share: float = 0.1, mel_share: float = 0.2
 ) -> Tensor:
-    """Blank out random stretches of time and of frequency, others for each utterance.
+    """Blank out stretches of time and of frequency, others for each utterance.
 
     Args:
         features: (batch, mels, frames).
-        generator: On the features' device; it alone decides what is blanked out.
-        masks: Stretches along each axis.
+        draws: What `draw_stretches` returned, on the features' device.
         time_share: Most frames that one stretch takes, as a share of all.
         mel_share: Most bands that one stretch takes, as a share of all.
-        rank: Which part of a batch this is.
-        world: How many parts it has; each is blanked out as if it were with the others.
     """
-    batch, mels, frames = features.shape
-    part = slice(rank * batch, (rank + 1) * batch)
-    hidden = _stretches(world * batch, frames, masks, time_share, generator)[part, None, :]
-    hidden = hidden | _stretches(world * batch, mels, masks, mel_share, generator)[part, :, None]
+    _, mels, frames = features.shape
+    hidden = _stretches(draws[0], frames, time_share)[:, None, :]
+    hidden = hidden | _stretches(draws[1], mels, mel_share)[:, :, None]
     return features.masked_fill(hidden, 0.0)
 
 
-def _stretches(batch: int, length: int, masks: int, share: float, generator: Generator) -> Tensor:
-    """(batch, length): True inside `masks` random stretches of at most `share` of the length."""
-    device = generator.device
-    draws = torch.rand(2, batch, masks, 1, generator=generator, device=device)
-    widths = (draws[0] * (share * length + 1)).floor()
-    starts = (draws[1] * (length - widths + 1)).floor()
-    places = torch.arange(length, device=device)
-    return ((places >= starts) & (places < starts + widths)).any(dim=1)
+def _stretches(draws: Tensor, length: int, share: float) -> Tensor:
+    """(batch, length): True inside stretches of at most `share` of the length."""
+    widths, starts = draws[..., None]
+    widths = (widths * (share * length + 1)).floor()
+    starts = (starts * (length - widths + 1)).floor()
+    places = torch.arange(length, device=draws.device)
+    inside: Tensor = (places >= starts) & (places < starts + widths)
+    return inside.any(dim=1)
 
 
 # Slaney's scale: 200/3 Hz a mel up to 1 kHz, then logarithmic, 27 mel for a factor of 6.4.

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import maxfactor
+from maxfactor.backends.choice import has_triton
 from maxfactor.recipes import BY_KIND, RECIPES, find_recipe
 from maxfactor.speech.audio import InputError
 
@@ -51,7 +52,11 @@ def check_cut(name: str, cuts: bool) -> None:
 
 
 def make_optimizer(
-    model: nn.Module, name: str, lr: float | None = None, weight_decay: float | None = None
+    model: nn.Module,
+    name: str,
+    lr: float | None = None,
+    weight_decay: float | None = None,
+    capturable: bool = False,
 ) -> list[Optimizer]:
     """Make the optimizer of a name, which are two where one leaves parameters to another.
 
@@ -60,6 +65,8 @@ def make_optimizer(
         name: One of `names()`.
         lr: The highest rate; None takes `default_lr`.
         weight_decay: Of matrices; None takes the recipe's, 0.01 for peers, 0.1 for Muon.
+        capturable: Whether CUDA graphs of steps are wanted, from those that can: ours with Triton,
+            and AdamW.
 
     Example:
         >>> [optimizer] = make_optimizer(nn.Linear(3, 2), "adamw")
@@ -71,10 +78,12 @@ def make_optimizer(
     params = [param for param in model.parameters() if param.requires_grad]
     decay = 0.01 if weight_decay is None else weight_decay
     if name not in PEERS:
-        changes = {} if weight_decay is None else {"weight_decay": weight_decay}
+        changes: dict[str, object] = {"capturable": capturable and has_triton()}
+        if weight_decay is not None:
+            changes["weight_decay"] = weight_decay
         return [maxfactor.for_model(model, name, lr, **changes)]
     if name == "adamw":
-        return [_adamw(params, lr, decay)]
+        return [_adamw(params, lr, decay, capturable)]
     if name == "adafactor":
         return [torch.optim.Adafactor(_by_decay(params, decay), lr)]
     if name == "lion":
@@ -101,10 +110,13 @@ def _muon(model: nn.Module, lr: float, decay: float) -> list[Optimizer]:
     ]
 
 
-def _adamw(params: list[nn.Parameter], lr: float, decay: float) -> Optimizer:
+def _adamw(
+    params: list[nn.Parameter], lr: float, decay: float, capturable: bool = False
+) -> Optimizer:
     on_gpu = all(param.is_cuda for param in params)
     fused = on_gpu or None  # few launches; None leaves the choice to torch
-    return torch.optim.AdamW(_by_decay(params, decay), lr, betas=(0.9, 0.98), fused=fused)
+    groups = _by_decay(params, decay)
+    return torch.optim.AdamW(groups, lr, betas=(0.9, 0.98), fused=fused, capturable=capturable)
 
 
 def _lion(params: list[nn.Parameter], lr: float, decay: float) -> Optimizer:

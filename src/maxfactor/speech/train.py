@@ -149,6 +149,7 @@ def train_until(
         while trainer.step < until and not (losses and stopping()):
             losses.append(trainer.train_step(next(batches)))
     loss = trainer.ranks.mean(float(torch.stack(losses).mean()))
+    trainer.check()
     seconds = time.perf_counter() - start
     trainer.seconds += seconds
     return Pace(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Generator, Tensor, nn
 
+from maxfactor.optimizer import FactoredOptimizer
 from maxfactor.placement import is_sharded
 from maxfactor.speech import checkpoint
 from maxfactor.speech.audio import SAMPLE_RATE
@@ -23,8 +24,8 @@ from maxfactor.speech.data import (
     training_batches,
 )
 from maxfactor.speech.evaluate import Evaluation, decode
-from maxfactor.speech.features import log_mel, spec_augment
-from maxfactor.speech.graphs import Graphs, is_random
+from maxfactor.speech.features import draw_stretches, log_mel, spec_augment
+from maxfactor.speech.graphs import PassGraphs, UpdateGraph, captures, is_random
 from maxfactor.speech.model import IGNORED, POSITIONS_PER_SECOND
 from maxfactor.speech.optimizers import default_clip, make_optimizer
 from maxfactor.speech.parallel import Alone
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 SAMPLES_PER_POSITION = SAMPLE_RATE // POSITIONS_PER_SECOND
 SHAPE_SAMPLES = SAMPLE_RATE // 2  # graphs are for audio of whole halves of a second,
 SHAPE_TOKENS = 16  # and at most six lengths of text
+OF_THE_DEVICE = ("foreach", "fused", "capturable")  # settings that a checkpoint does not bring
 
 
 class Trainer:
@@ -62,14 +64,21 @@ class Trainer:
         self.model.to(self.device)  # type: ignore[arg-type]  # mistaken by a decorator's types
         self.model.train()
         self._forward = self.ranks.spread(self.model)
+        takes_graphs = self._takes_graphs()
         self.optimizers = make_optimizer(
-            self.model, settings.optimizer, settings.lr, settings.weight_decay
+            self.model, settings.optimizer, settings.lr, settings.weight_decay, takes_graphs
         )
-        self._rates = [[group["lr"] for group in one.param_groups] for one in self.optimizers]
+        groups = [group for one in self.optimizers for group in one.param_groups]
+        self._rates = [float(group["lr"]) for group in groups]
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=settings.dtype == "fp16")
-        self._augmenting = Generator(self.device)
-        self._graphs = Graphs(self.model, self._gradients) if self._takes_graphs() else None
-        self._run_pass = self._graphs or self._gradients
+        self._augmenting = Generator()
+        self._graphs = PassGraphs(self.model, self._gradients) if takes_graphs else None
+        self._run_pass = self._graphs or self._pass
+        captured = takes_graphs and captures(self.optimizers)
+        self._run_update = UpdateGraph(self._update) if captured else self._update
+        # The rates of groups, where a graph finds them, and the same one by one.
+        self._rates_there = torch.zeros(len(groups), device=self.device) if captured else None
+        self._rate_there = [] if self._rates_there is None else list(self._rates_there)
         self.step = 0
         self.seconds = 0.0
         self._whole_at = -1  # the step that the whole model is of
@@ -102,16 +111,9 @@ class Trainer:
         whole = self.ranks.total(sum(tokens)) / self.ranks.world
         total = torch.zeros((), device=self.device)
         for number, (batch, count) in enumerate(zip(batches, tokens, strict=True), 1):
-            features, labels = self._inputs(batch)
             with self.ranks.adding_up(self._forward, number == len(batches)):
-                total += self._run_pass(features, labels, count / whole)
-        self._clip()
-        for optimizer in self.optimizers:
-            self._scaler.step(optimizer)
-            if self._graphs is None:
-                optimizer.zero_grad()
-        if self._graphs is not None:
-            self._graphs.clear()
+                total += self._run_pass(self._inputs(batch), count / whole)
+        self._run_update()
         self._scaler.update()
         self.step += 1
         return total
@@ -135,6 +137,12 @@ class Trainer:
             for part, whole in zip(self.model.parameters(), self._whole.parameters(), strict=True):
                 whole.data.copy_(part.full_tensor() if is_sharded(part) else part)
         return self._whole
+
+    def check(self) -> None:
+        """Raise if too many steps in a row were skipped, which a graph cannot."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, FactoredOptimizer):
+                optimizer.check_skipped()
 
     def effective_lr(self) -> float:
         """The mean over groups of what the first optimizer really used."""
@@ -176,15 +184,21 @@ class Trainer:
             checkpoint.load_whole(self.model, self.optimizers, saved["optimizers"])
         else:
             for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+                for own, group in zip(optimizer.param_groups, state["param_groups"], strict=True):
+                    group.update({name: own[name] for name in OF_THE_DEVICE if name in own})
                 optimizer.load_state_dict(state)
 
     def _training(self) -> dict[str, Any]:
         """All that going on needs besides the weights, and besides what is cut."""
-        cut = self.ranks.cuts
+        states = None
+        if not self.ranks.cuts:
+            states = [one.state_dict() for one in self.optimizers]
+            for group in [group for state in states for group in state["param_groups"]]:
+                group["lr"] = float(group["lr"])  # which may be a tensor, for a graph
         return {
             "step": self.step,
             "seconds": self.seconds,
-            "optimizers": None if cut else [one.state_dict() for one in self.optimizers],
+            "optimizers": states,
             "scaler": self._scaler.state_dict(),
         }
 
@@ -192,18 +206,26 @@ class Trainer:
     def _part(self) -> Part:
         return Part(self.ranks.rank, self.ranks.world)
 
-    def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Features and labels on the device."""
-        samples = batch.samples.to(self.device, non_blocking=True)
-        labels = batch.labels.to(self.device, non_blocking=True)
-        features = log_mel(samples, self.model.config.num_mel_bins)
-        if self.settings.spec_augment:
-            rank, world = self._part
-            features = spec_augment(features, self._augmenting, rank=rank, world=world)
-        return features, labels
+    def _inputs(self, batch: Batch) -> list[Tensor]:
+        """What a pass takes, on the host: samples, labels, and what SpecAugment draws."""
+        if not self.settings.spec_augment:
+            return [*batch]
+        rank, world = self._part
+        count = len(batch.samples)
+        draws = draw_stretches(world * count, self._augmenting)  # each part as with the others
+        return [*batch, draws[:, :, rank * count : (rank + 1) * count]]
 
-    def _gradients(self, features: Tensor, labels: Tensor, share: Tensor | float) -> Tensor:
+    def _pass(self, inputs: list[Tensor], share: float) -> Tensor:
+        """Bring to the device what a pass takes, and run it."""
+        moved = [tensor.to(self.device, non_blocking=True) for tensor in inputs]
+        return self._gradients(moved, share)
+
+    def _gradients(self, inputs: abc.Sequence[Tensor], share: Tensor | float) -> Tensor:
         """Forward and backward: return the loss as a share of the step's, add its gradients."""
+        samples, labels, *draws = inputs
+        features = log_mel(samples, self.model.config.num_mel_bins)
+        if draws:
+            features = spec_augment(features, draws[0])
         dtype = DTYPES[self.settings.dtype]
         with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
             loss: Tensor = self._forward(features, labels) * share
@@ -232,6 +254,16 @@ class Trainer:
         self._augmenting.manual_seed(_mixed(seed, self.step))
         torch.manual_seed(_mixed(seed, self.step * world + rank))  # dropout
 
+    def _update(self) -> None:
+        """What ends a step: clip the gradients, step, set them to zero."""
+        self._clip()
+        for optimizer in self.optimizers:
+            self._scaler.step(optimizer)
+            if self._graphs is None:
+                optimizer.zero_grad()
+        if self._graphs is not None:
+            self._graphs.clear()
+
     def _clip(self) -> None:
         norm = self.settings.clip
         norm = default_clip(self.settings.optimizer) if norm is None else norm
@@ -242,9 +274,14 @@ class Trainer:
 
     def _set_rates(self) -> None:
         factor = rate_factor(self.settings, self.step)
-        for optimizer, rates in zip(self.optimizers, self._rates, strict=True):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = factor * rate
+        rates: abc.Sequence[Any] = [factor * rate for rate in self._rates]
+        if self._rates_there is not None:
+            now = torch.tensor(rates, dtype=torch.float32).pin_memory()
+            self._rates_there.copy_(now, non_blocking=True)
+            rates = self._rate_there
+        groups = [group for one in self.optimizers for group in one.param_groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def _mixed(seed: int, step: int) -> int:
