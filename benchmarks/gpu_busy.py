@@ -44,19 +44,18 @@ SAMPLE_MS = 100  # between two looks of nvidia-smi
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print, write."""
     args = arguments(argv)
-    rows = []
-    for batch_size, optimizer, graphs in product(args.batch_size, args.optimizers, args.graphs):
-        settings = settings_of(args, optimizer, batch_size, graphs == "yes")
-        row = measured(settings, args)
-        print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-        rows.append(row)
+    rows: list[dict[str, Any]] = []
     result = {
         **circumstances(args.device),
         "arguments": {k: v for k, v in vars(args).items() if k not in ("out", "cache", "trace")},
         "rows": rows,
     }
-    if args.out is not None:
-        write(args.out, result)
+    for batch_size, optimizer, graphs in product(args.batch_size, args.optimizers, args.graphs):
+        settings = settings_of(args, optimizer, batch_size, graphs == "yes")
+        rows.append(measured(settings, args))
+        print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+        if args.out is not None:
+            write(args.out, result)
     return result
 
 
@@ -217,9 +216,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--graphs", nargs="+", default=["yes", "no"], choices=("yes", "no"))
     parser.add_argument("--dtype", help="[bf16 on cuda, fp32 on the CPU]")
     parser.add_argument("--utterances", type=int, default=12_000, help="synthesised once")
-    parser.add_argument("--warmup", type=int, default=50, help="steps that are not timed")
+    parser.add_argument(
+        "--warmup", type=int, default=300, help="steps that are not timed: graphs are captured"
+    )
     parser.add_argument("--steps", type=int, default=200, help="timed ones")
-    parser.add_argument("--window", type=int, default=20, help="profiled ones")
+    parser.add_argument("--window", type=int, default=60, help="profiled ones")
     parser.add_argument("--workers", type=int, help="processes that synthesise [one per core]")
     parser.add_argument("--cache", type=Path, help="of synthesised speech")
     parser.add_argument("--out", type=Path, help="write the result as JSON")

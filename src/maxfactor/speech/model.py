@@ -91,13 +91,18 @@ class Codec:
 
     def encode(self, text: str) -> list[int]:
         """The labels of a text: what follows the first token, up to and with the end."""
-        tokens = self.tokenizer(text, add_special_tokens=False).input_ids
-        return [*self.start[1:], *tokens, self.end]
+        return self._encode_all([text])[0]
 
     def labels(self, texts: Sequence[str]) -> Tensor:
         """(texts, longest): labels, filled up with what the loss ignores."""
-        rows = [torch.tensor(self.encode(text)) for text in texts]
-        return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=IGNORED)
+        rows = self._encode_all(texts)
+        longest = max(map(len, rows))
+        return torch.tensor([row + [IGNORED] * (longest - len(row)) for row in rows])
+
+    def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """The labels of texts, by one call of the tokenizer, which takes longer than its work."""
+        encoded = self.tokenizer(list(texts), add_special_tokens=False)
+        return [[*self.start[1:], *tokens, self.end] for tokens in encoded.input_ids]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of some tokens, up to the end if there is one among them."""

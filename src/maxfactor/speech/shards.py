@@ -36,6 +36,25 @@ class Spoken(NamedTuple):
     text: str
 
 
+class Shard(NamedTuple):
+    """A file that is open: slices of it are read when asked for, where they begin is known."""
+
+    samples: Any
+    text: Any
+    samples_at: list[int]
+    text_at: list[int]
+
+    def samples_of(self, place: int) -> Samples:
+        """One utterance."""
+        samples: Samples = self.samples[self.samples_at[place] : self.samples_at[place + 1]]
+        return samples
+
+    def text_of(self, place: int) -> str:
+        """What is said in it."""
+        encoded: bytes = self.text[self.text_at[place] : self.text_at[place + 1]].tobytes()
+        return encoded.decode()
+
+
 class Shards:
     """Utterances in shards, by number.
 
@@ -45,7 +64,7 @@ class Shards:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = list(paths)
-        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._open: OrderedDict[int, Shard] = OrderedDict()
         lengths = [shard_lengths(path) for path in self.paths]
         self._ends = list(accumulate(len(piece) for piece in lengths))
         self.lengths: NDArray[np.int32] = np.concatenate([np.empty(0, np.int32), *lengths])
@@ -56,28 +75,30 @@ class Shards:
     def __getitem__(self, number: int) -> Spoken:
         if not 0 <= number < len(self):
             raise IndexError(f"utterance {number} of {len(self)}")
-        shard = bisect_right(self._ends, number)
-        file = self._file(shard)
-        place = number - (self._ends[shard - 1] if shard else 0)
-        return Spoken(_piece(file, "samples", place), _text(file, place))
+        shard, place = self._find(number)
+        return Spoken(shard.samples_of(place), shard.text_of(place))
 
     def text(self, number: int) -> str:
         """What is said, without reading the audio."""
-        shard = bisect_right(self._ends, number)
-        place = number - (self._ends[shard - 1] if shard else 0)
-        return _text(self._file(shard), place)
+        shard, place = self._find(number)
+        return shard.text_of(place)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": OrderedDict()}  # maps do not travel to other processes
 
-    def _file(self, shard: int) -> Any:
-        if shard in self._open:
-            self._open.move_to_end(shard)
+    def _find(self, number: int) -> tuple[Shard, int]:
+        """The shard of an utterance, and its place there."""
+        index = bisect_right(self._ends, number)
+        if index in self._open:
+            self._open.move_to_end(index)
         else:
-            self._open[shard] = _opened(self.paths[shard])
+            file = _opened(self.paths[index])
+            starts = (file.get_tensor(name).tolist() for name in ("samples_at", "text_at"))
+            slices = (file.get_slice(name) for name in ("samples", "text"))
+            self._open[index] = Shard(*slices, *starts)
             if len(self._open) > OPEN_AT_ONCE:
                 self._open.popitem(last=False)
-        return self._open[shard]
+        return self._open[index], number - (self._ends[index - 1] if index else 0)
 
 
 def write_shard(path: Path, spoken: Sequence[Spoken]) -> None:
@@ -121,16 +142,6 @@ def _opened(path: Path) -> Any:
         raise InputError(
             f"{path}: cannot be read, {error}; delete it to have it made anew"
         ) from error
-
-
-def _piece(file: Any, name: str, place: int) -> Any:
-    start, end = file.get_slice(f"{name}_at")[place : place + 2]
-    return file.get_slice(name)[int(start) : int(end)]
-
-
-def _text(file: Any, place: int) -> str:
-    encoded: bytes = _piece(file, "text", place).tobytes()
-    return encoded.decode()
 
 
 def _starts(lengths: Sequence[int]) -> NDArray[np.int64]:
