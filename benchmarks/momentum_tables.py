@@ -44,6 +44,8 @@ def fam(**settings: Any) -> dict[str, Any]:
 
 ADAMW = (5e-4, 1e-3, 2e-3, 4e-3)
 OURS = (0.005, 0.01, 0.02, 0.04)
+FIXED = (0.95, 0.9, 0.98, 0.8)
+NO_CLIP = 1e9  # of the update; infinity is no JSON
 
 
 def main_table() -> list[Entry]:
@@ -53,7 +55,7 @@ def main_table() -> list[Entry]:
         entry("speech", "speech", (0.01, 0.02, 0.04, 0.08)),
         entry("adamw, clip 1", "adamw", ADAMW, clip=1.0),
         entry("adafactor (torch)", "adafactor", (0.01, 0.02, 0.04, 0.08)),
-        entry("fam", "fam", OURS),
+        entry("fam", "fam", (0.01, 0.02, 0.04, 0.08)),
         entry("adamw", "adamw", ADAMW),
         entry("lean", "lean", (0.02, 0.04, 0.08, 0.16)),
         entry("lion", "lion", (5e-5, 1e-4, 2e-4, 4e-4)),
@@ -104,11 +106,13 @@ def vectors_table() -> list[Entry]:
             "vector": {"scale": "current"},
         },
     )
-    return [*found, mixed, *floors]
-
-
-FIXED = (0.95, 0.9, 0.98, 0.8)
-NO_CLIP = 1e9  # of the update; infinity is no JSON
+    shorter = entry(
+        "others factored, initial scale, share 1, vectors current, FAM up to 0.92, no clip",
+        "speech",
+        (0.02, 0.04),
+        by_kind={"others": {"momentum": fam(beta_max=0.92), "d": NO_CLIP}},
+    )
+    return [shorter, *found, mixed, *floors]
 
 
 def momentum_table() -> list[Entry]:
@@ -123,14 +127,15 @@ def momentum_table() -> list[Entry]:
             "FAM up to 0.98, 8 bands": fam(bands=8),
             "EMA 0.95 with FAM's mix": fam(beta_min=0.95, beta_max=0.95, start=0.95),
         }
+        clipped: dict[str, Any] = {"direction": direction, "d": 1.0}
         found += [
-            entry(f"{name}, {direction}", "fam", OURS, momentum=momentum, direction=direction)
+            entry(f"{name}, {direction}", "fam", OURS, momentum=momentum, **clipped)
             for name, momentum in momentums.items()
         ]
         if direction == "factored":
             free: dict[str, Any] = {"momentum": fam(beta_max=0.95), "d": NO_CLIP}
             found.append(entry("FAM up to 0.95, factored, no clip", "fam", OURS, **free))
-        look_ahead: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "direction": direction}
+        look_ahead: dict[str, Any] = {"momentum": 0.95, "nesterov": True, **clipped}
         found.append(entry(f"EMA 0.95 with nesterov, {direction}", "fam", OURS, **look_ahead))
     return found
 
@@ -145,12 +150,13 @@ def batch_table() -> list[Entry]:
     found = []
     for batch, steps, rates in sizes:
         size: dict[str, Any] = {"batch": batch, "steps": steps}
-        found.append(entry(f"batch {batch}: fam", "fam", rates, **size))
-        shorter = {"momentum": fam(beta_max=0.9), **size}
-        found.append(entry(f"batch {batch}: FAM up to 0.9", "fam", rates, **shorter))
+        own = tuple(2.0 * rate for rate in rates)
+        found.append(entry(f"batch {batch}: fam", "fam", own, **size))
+        momentums: dict[str, Any] = {f"FAM up to {b:g}": fam(beta_max=b) for b in (0.9, 0.95)}
+        momentums |= {f"EMA {beta:g}": beta for beta in FIXED}
         found += [
-            entry(f"batch {batch}: EMA {beta:g}", "fam", rates, momentum=beta, **size)
-            for beta in FIXED
+            entry(f"batch {batch}: {name}", "fam", rates, momentum=momentum, d=1.0, **size)
+            for name, momentum in momentums.items()
         ]
     return found
 
@@ -171,10 +177,15 @@ def range_table() -> list[Entry]:
 
 def stores_table() -> list[Entry]:
     """How the momentum is kept, each recipe at its best rate of `main`."""
+    longer = {"momentum": fam(beta_max=0.95), "d": 1.0}
+    rows: tuple[tuple[str, str, float, dict[str, Any]], ...] = (
+        ("speech", "speech", 0.02, {}),
+        ("FAM up to 0.95, factored", "fam", 0.08, longer),
+    )
     return [
-        entry(f"{recipe}, {store}", recipe, (rate,), momentum_dtype=store)
+        entry(f"{name}, {store}", recipe, (rate,), momentum_dtype=store, **settings)
         for store in ("fp32", "int8", "bf16")
-        for recipe, rate in (("speech", 0.02), ("fam", 0.08))
+        for name, recipe, rate, settings in rows
     ]
 
 
@@ -187,7 +198,8 @@ def lean_table() -> list[Entry]:
         entry("weight decay 0.1", "lean", rates, weight_decay=0.1),
         entry("as it is", "lean", (0.01, 0.02, 0.04, 0.08)),
         entry("initial scale", "lean", rates, scale="initial"),
-        entry("no clip of the update", "lean", rates, d=NO_CLIP),
+        entry("no clip of the update", "lean", (0.02, 0.04), d=NO_CLIP),
+        entry("clip of the update at .5", "lean", (0.02, 0.04), d=0.5),
     ]
 
 
@@ -208,7 +220,9 @@ def directions_table() -> list[Entry]:
             hidden = {"hidden": {"direction": "orthogonal", **momentum}}
             found.append(entry(f"orthogonal, {label}", "speech", OURS, by_kind=hidden, scale=scale))
             found += [
-                entry(f"{kind}, {label}", "fam", OURS, direction=kind, scale=scale, **momentum)
+                entry(
+                    f"{kind}, {label}", "fam", OURS, direction=kind, scale=scale, d=1.0, **momentum
+                )
                 for kind in ("sign_max", "factored")
             ]
     return found
@@ -226,7 +240,7 @@ def clip_table() -> list[Entry]:
 
 def bands_table() -> list[Entry]:
     """What a memory of FAM belongs to."""
-    rates = (0.01, 0.02)
+    rates = (0.04, 0.08)
     rows = (
         ("1 band", 1, None),
         ("8 bands of a DCT", 8, None),
@@ -235,7 +249,7 @@ def bands_table() -> list[Entry]:
         ("48 groups of rows", 48, "row_groups"),
     )
     return [
-        entry(name, "fam", rates, True, momentum=fam(bands=bands), variant=variant)
+        entry(name, "fam", rates, momentum=fam(beta_max=0.92, bands=bands), variant=variant)
         for name, bands, variant in rows
     ]
 
@@ -245,7 +259,7 @@ def finetune_table() -> list[Entry]:
     rates: dict[str, tuple[float, ...]] = {
         "adamw": (1e-4, 3e-4, 1e-3, 2e-3, 4e-3),
         "speech": (0.002, 0.005, 0.01, 0.02, 0.04),
-        "fam": (0.002, 0.005, 0.01, 0.02, 0.04),
+        "fam": (0.01, 0.02, 0.04, 0.08, 0.16),
         "muon": (0.002, 0.005, 0.01, 0.02, 0.04),
         "lean": (0.005, 0.01, 0.02, 0.04, 0.08),
         "adafactor": (0.005, 0.01, 0.02, 0.04, 0.08),
@@ -271,9 +285,11 @@ def finetune_table() -> list[Entry]:
 def large_table() -> list[Entry]:
     """A larger model: width 384, four layers each, batch 64."""
     large: dict[str, Any] = {"size": "large", "batch": 64, "steps": 1500}
+    longer = fam(beta_max=0.95)
     return [
         entry("adamw, clip 1", "adamw", (2.5e-4, 5e-4, 1e-3, 2e-3), clip=1.0, **large),
-        entry("fam", "fam", (0.02, 0.04, 0.08), **large),
+        entry("fam", "fam", (0.04, 0.08, 0.16), **large),
+        entry("FAM up to 0.95", "fam", (0.02, 0.04, 0.08), momentum=longer, d=1.0, **large),
         entry("speech", "speech", (0.02, 0.04), **large),
         entry("adamw", "adamw", (2.5e-4, 5e-4, 1e-3, 2e-3), **large),
         entry("muon + adamw", "muon", (0.0025, 0.005, 0.01, 0.02), **large),

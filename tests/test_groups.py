@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -268,7 +269,7 @@ def test_lean() -> None:
 
 def test_fam() -> None:
     found = settings_by_kind("fam", "direction", "momentum", "momentum_dtype", "weight_decay", "lr")
-    adaptive = FAM(beta_max=0.95)
+    adaptive = FAM(beta_max=0.92)
     decayed = ["factored", asdict(adaptive), "int8", 0.01, 0.04]
     assert found == {
         "hidden": decayed,
@@ -277,6 +278,7 @@ def test_fam() -> None:
         "vector": ["factored", asdict(adaptive), "int8", 0.0, 0.04],
     }
     assert recipe("fam")["momentum"] == adaptive
+    assert recipe("fam")["d"] == math.inf
 
 
 def test_speech() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -76,10 +77,11 @@ BY_KIND: dict[str, Recipe] = {
     "fam": Recipe(
         {
             **COMMON,
-            "momentum": FAM(beta_max=0.95),
+            "momentum": FAM(beta_max=0.92),
             "momentum_dtype": "int8",
             "lr": 0.04,
             "direction": "factored",
+            "d": math.inf,  # (10) has bounded what the filter takes in
         }
     ),
     # By benchmarks/momentum_study.py, tables `main` and `vectors`.

@@ -93,6 +93,7 @@ class Shards:
             self._open.move_to_end(index)
         else:
             file = _opened(self.paths[index])
+            # Numbers of numpy's: no device is waited for.
             starts = (file.get_tensor(name).tolist() for name in ("samples_at", "text_at"))
             slices = (file.get_slice(name) for name in ("samples", "text"))
             self._open[index] = Shard(*slices, *starts)
