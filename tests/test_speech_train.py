@@ -84,6 +84,24 @@ def test_a_stopped_training_goes_on_to_the_same_weights(
     assert [line["step"] for line in lines(stopped)] == [2, 2, 4, 4, 6, 6]
 
 
+def test_a_checkpoint_does_not_bring_another_devices_settings(cache: Path, tmp_path: Path) -> None:
+    """One from a GPU goes on here, and its rates were numbers."""
+    settings = replace(TINY, optimizer="adamw")
+    train.train(settings, tmp_path / "whole", cache=cache, workers=1)
+    moved = tmp_path / "moved"
+    shutil.copytree(tmp_path / "whole", moved)
+    last = checkpoint.checkpoints(moved)[-1]
+    shutil.rmtree(last)
+    path = checkpoint.checkpoints(moved)[-1] / checkpoint.TRAINING
+    saved = torch.load(path, weights_only=True)
+    for group in saved["optimizers"][0]["param_groups"]:
+        assert isinstance(group["lr"], float)
+        group |= {"capturable": True, "fused": True}  # as AdamW has it there
+    torch.save(saved, path)
+    train.train(settings, moved, resume=True, cache=cache, workers=1)
+    assert_same_weights(tmp_path / "whole", moved)
+
+
 def _failing_after(prepared: Prepared, count: int) -> Prepared:
     class Failing(Shards):
         read = 0
