@@ -21,7 +21,6 @@ MAXFACTOR_ESPEAK_LIBRARY and MAXFACTOR_ESPEAK_DATA name.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import os
@@ -34,7 +33,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from maxfactor.bench.step_time import versions
+from maxfactor.bench.step_time import circumstances, write
 from momentum_tables import TABLES, Entry, entries_of
 from momentum_variants import variant
 from side_by_side import Workers, shared_gpu
@@ -248,7 +247,7 @@ def run_tables(
         needed = [row.run for own in rows.values() for row in own]
         prepare(speech_of(needed), cache, os.cpu_count() or 1)
         is_shared = works()
-        (options.out / "machine.json").write_text(json.dumps(machine(options.device), indent=1))
+        write(options.out / "machine.json", circumstances(options.device.split(":")[0]))
         print(f"speech after {time.monotonic() - begun:.0f} s, MPS: {is_shared}", flush=True)
         workers = Workers(cache, options.device, options.jobs, options.graph)
         is_done = workers.work(pending, deadline, keep)
@@ -269,13 +268,6 @@ def speech_of(runs: Sequence[Run]) -> list[Speech]:
     """All the speech that runs need, and the models that they start from."""
     bases = [english_base(run) for run in runs if run.start is not None]
     return list(dict.fromkeys(speech for run in (*runs, *bases) for speech in run.speech))
-
-
-def machine(device: str) -> Record:
-    """Where and with what; nothing that names a person or a machine."""
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return {"date": today, "device": name, "cores": os.cpu_count(), "versions": versions()}
 
 
 # ----------------------------------------------------------------------------- the check
@@ -337,8 +329,7 @@ def report(options: argparse.Namespace) -> None:
         "tables": tables,
         "runs": list(results.done.values()),
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(written, indent=1) + "\n")
+    write(options.json, written)
     for table in tables:
         print_table(table, entries_of(table, options.quick), results)
 

@@ -11,7 +11,6 @@ Times are medians with a wait at the end of each part.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from statistics import median
@@ -22,7 +21,7 @@ from torch import nn
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 import maxfactor
-from maxfactor.bench.step_time import machine, state_bytes, versions
+from maxfactor.bench.step_time import circumstances, state_bytes, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -125,10 +124,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     result = measure(options.model, options.batch, options.device, options.repeats)
     print(f"forward and backward {result['forward and backward ms']:.1f} ms")
     settings = {"model": options.model, "batch": options.batch, "seconds": 30, "tokens": TOKENS}
-    report = {"settings": settings, **result}
-    report |= {"machine": machine(options.device), "versions": versions()}
+    report = {**circumstances(options.device), "settings": settings, **result}
     if options.out is not None:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        write(options.out, report)
     return report
 
 

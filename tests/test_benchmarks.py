@@ -243,7 +243,7 @@ def test_momentum_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     written = json.loads(text)
     assert [row["name"] for row in written["tables"]["clip"]] == ["fam, from sums of squares"]
     assert len(written["runs"]) == 2
-    assert {"date", "device", "versions"} <= written["machine"].keys()
+    assert {"date", "machine", "versions"} <= written["machine"].keys()
     assert socket.gethostname() not in text
     assert str(tmp_path) not in text
 
