@@ -350,7 +350,7 @@ def summary(row: Entry, results: Results) -> Record:
         "lr_at_edge": best in (rates[0], rates[-1]),
         "complete": len(tried) == len(rates) and len(chosen) == len(SEEDS),
         "wer": wers(chosen),
-        "wer_mean": round(mean(wers(chosen)), 3),
+        "wer_mean": round(mean(wers(chosen)), 6),
         "loss": round(mean(finals), 4) if (finals := losses(chosen)) else None,
         "range": round(usable_range(tried), 3),
         "nan_at": [lr for lr in tried if any(record["nan"] for record in tried[lr])],

@@ -629,7 +629,7 @@ def word_error_rate(model: WhisperForConditionalGeneration, data: Features) -> f
         hypotheses += transcribe(model, study_codec(), features, dtype)
     pairs = [(a.split(), b.split()) for a, b in zip(data.texts, hypotheses, strict=True)]
     words = sum(len(reference) for reference, _ in pairs)
-    return round(100.0 * sum(edits(*pair) for pair in pairs) / words, 3)
+    return round(100.0 * sum(edits(*pair) for pair in pairs) / words, 6)
 
 
 def edits(reference: Sequence[str], hypothesis: Sequence[str]) -> int:

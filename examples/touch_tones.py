@@ -332,9 +332,9 @@ def main(arguments: list[str] | None = None) -> None:
     print_results(runs)
     print(
         "\nTo change optimizers in a training of your own, put\n"
-        "    maxfactor.MaxFactor(model.parameters(), lr=0.01)\n"
-        "where torch.optim.AdamW(...) was; its lr is a share of the size of the weights, and a\n"
-        "training as short as this one needs more of it."
+        "    maxfactor.for_model(model)\n"
+        "where torch.optim.AdamW(...) was; its lr is a share of the size of the weights, and each\n"
+        "recipe has one to begin with."
     )
 
 
