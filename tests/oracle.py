@@ -190,8 +190,9 @@ def one_step(
     lr = _at(rule.lr, t)
     size = rms(w)
     if rule.scale == "initial" and w.size > 0:
-        size = size if t == 1 else float(state["initial_rms"])
-        state = {**state, "initial_rms": _float64(size)}
+        first = size if t == 1 else float(state["initial_rms"])
+        state = {**state, "initial_rms": _float64(first)}
+        size = first if first > 0.0 else size
     alpha = step_size(rule, lr, t, size)
     u, wanted = np.zeros_like(w), None
     if w.size > 0:
@@ -473,7 +474,7 @@ def adafactor(
 
     `relative_step=True` with an `lr` is the meaning of `torch.optim.Adafactor`.
     """
-    eps1 = FLOAT32_EPS if eps[0] is None else eps[0]
+    eps1 = 1e-30 if eps[0] is None else eps[0]  # None is the paper's own
     w = _float64(weight)
     rows, cols = matrix_view(w.shape, factor)
     state = _fresh(w.shape, rows, cols, dense=w.ndim < 2)

@@ -63,7 +63,7 @@ BAD_MAXFACTOR: list[tuple[str, Any, type[Exception], str]] = [
     ("momentum", 1.0, ValueError, r"momentum must lie in \[0, 1\), got 1.0"),
     ("momentum", -0.1, ValueError, r"momentum must lie in \[0, 1\), got -0.1"),
     ("momentum", NAN, ValueError, "momentum must lie in"),
-    ("momentum", "0.9", TypeError, r"momentum must be a number, got '0.9' \(str\); convert it"),
+    ("momentum", "0.9", TypeError, r"momentum must be None, a number such as 0.95 or .*'0.9'"),
     ("momentum", True, TypeError, "momentum must be a number, got True"),
     ("momentum", {"beta": 0.9}, ValueError, "FAM has no setting 'beta'; .* beta_min, beta_max"),
     ("momentum", {"mix": 2.0}, ValueError, r"FAM's mix must lie in \[0, 1\], got 2.0"),
@@ -243,7 +243,7 @@ def test_a_memory_changed_mid_training(before: dict[str, Any], after: dict[str, 
     optimizer.step()
     old = param.detach().clone()
     optimizer.param_groups[0].update(after)
-    with pytest.raises(ValueError, match=r"momentum or scale of parameter 'w' was changed after"):
+    with pytest.raises(ValueError, match=r"setting of parameter .w. was changed after|cycle_mom"):
         optimizer.step()
     assert torch.equal(param, old)
     optimizer.param_groups[0].update({**MaxFactor([param], **before).param_groups[0]})

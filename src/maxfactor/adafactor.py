@@ -29,6 +29,7 @@ class Adafactor(FactoredOptimizer):
             lr_t = lr, unless `relative_step`.
         beta2_decay: Exponent of k, not positive.
         eps: (eps1, eps2): added to the squared gradient, and the smallest RMS(W) that counts.
+            eps1 = None, torch's default, means 1e-30: torch takes it for a floor, not for a sum.
         clip_threshold: Bound on RMS(u).
         weight_decay: Decay of W in each step, as a share of lr_t.
         maximize: Go up instead of down.

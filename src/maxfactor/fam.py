@@ -165,7 +165,8 @@ def dct_basis(length: int, device: torch.device) -> Tensor:
     place, frequency = torch.meshgrid(*[torch.arange(length, device=device)] * 2, indexing="ij")
     # Whole turns are taken off as integers: float32 is exact enough for what is left.
     quarter = (2 * place + 1) * frequency % (4 * length)
-    basis = torch.cos(quarter * (math.pi / (2 * length))) * math.sqrt(2 / length)
+    angle = quarter.to(torch.float32) * (math.pi / (2 * length))
+    basis = torch.cos(angle) * math.sqrt(2 / length)
     basis[:, 0] = math.sqrt(1 / length)
     return basis
 
@@ -199,7 +200,7 @@ def band_totals(x: Tensor, momentum: Tensor, bands: int) -> Tensor:
 def band_counts(m: int, n: int, bands: int, device: torch.device) -> Tensor:
     """The number of coefficients in each band, at least 1, (bands)."""
     if bands == 1:
-        return torch.full((1,), float(m * n), device=device)
+        return torch.full((1,), float(m * n), dtype=torch.float32, device=device)
     return m * band_members(n, bands, device).sum(dim=0).clamp(min=1.0)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
@@ -76,6 +77,10 @@ def check_momentum(value: object) -> float | FAM | None:
         return value
     if isinstance(value, Mapping):  # a group, a checkpoint or a configuration file
         return FAM.from_mapping(value)
+    if isinstance(value, (str, type)):
+        raise TypeError(
+            f"momentum must be None, a number such as 0.95 or maxfactor.FAM(), got {value!r}"
+        )
     return check_share("momentum", value)
 
 
@@ -95,9 +100,9 @@ def check_seed(value: object) -> int:
     """
     if value is None:
         return SHARED_SEED if is_distributed() else torch.initial_seed()
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"seed must be a whole number, got {value!r} ({type(value).__name__})")
-    return value
+    return int(value)
 
 
 def is_distributed() -> bool:
@@ -378,6 +383,11 @@ class AdafactorHyper(Hyper):
     eps: tuple[float | None, float] = (1e-30, 1e-3)
     clip_threshold: float = 1.0
     relative_step: bool | None = None
+
+    @property
+    def eps1(self) -> float:
+        """eps1, with None resolved to the paper's own."""
+        return 1e-30 if self.eps[0] is None else self.eps[0]
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, overload
 
 import torch
@@ -50,6 +51,7 @@ class FactoredOptimizer(Optimizer):
             for name in self.hyper_class.names():
                 group.setdefault(name, self.defaults[name])
             group.update({name: self.defaults[name] for name in Execution.names()})
+        self._has_fixed_momentum = [*map(has_fixed_momentum, self.param_groups)]
 
     def _reset(self) -> None:
         """Forget what is derived from groups and state, but not the number of skipped steps."""
@@ -77,11 +79,13 @@ class FactoredOptimizer(Optimizer):
                 )
         hyper = self.hyper_class.from_group({**self.defaults, **group})
         super().add_param_group({**group, **hyper.as_group()})
+        self._has_fixed_momentum = [*map(has_fixed_momentum, self.param_groups)]
         try:
             for name, param in self._named_group(len(self.param_groups) - 1):
                 _check_parameter(name, param)
         except TypeError:
             self.param_groups.pop()
+            self._has_fixed_momentum.pop()
             raise
 
     @overload
@@ -101,9 +105,9 @@ class FactoredOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        hypers = [self.hyper_class.from_group(group) for group in self.param_groups]
+        hypers = self._hypers()
         flat = [param for group in self.param_groups for param in group["params"]]
-        if self._fused is None or not self._fused.fits(flat, hypers):
+        if self._fused is None or not self._fused.fits(flat, hypers, self.state):
             pending = self._pending(hypers)
             if not pending:
                 return loss
@@ -118,6 +122,25 @@ class FactoredOptimizer(Optimizer):
             self._fused = _fused_step(works, flat, hypers, self._fused)
         self._run_fused(self._fused, hypers)
         return loss
+
+    def _hypers(self) -> list[Hyper]:
+        """The settings of each group, as they are now."""
+        for index, (group, was_fixed) in enumerate(
+            zip(self.param_groups, self._has_fixed_momentum, strict=True)
+        ):
+            if has_fixed_momentum(group) and not was_fixed:
+                raise ValueError(
+                    f"the momentum of group {index} was no number and is {group['momentum']} now; "
+                    "a scheduler that wrote it needs cycle_momentum=False, and an optimizer that "
+                    "is to have it must be built with it"
+                )
+        return [self._hyper_of(group) for group in self.param_groups]
+
+    def _hyper_of(self, group: dict[str, Any]) -> Hyper:
+        """The settings of a group, without what a scheduler keeps there for itself."""
+        if "max_lr" in group and "min_lr" in self.defaults:  # OneCycleLR has a min_lr of its own
+            group = {**group, "min_lr": self.defaults["min_lr"]}
+        return self.hyper_class.from_group(group)
 
     def _run(self, backend: Callable[..., Outcome], works: list[Work]) -> None:
         """Take a step by one of the backends that the host can follow."""
@@ -191,7 +214,7 @@ class FactoredOptimizer(Optimizer):
             describe_group(
                 str(group.get("kind", index)),
                 self._named_group(index),
-                self.hyper_class.from_group(group),
+                self._hyper_of(group),
                 group["lr"],
             )
             for index, group in enumerate(self.param_groups)
@@ -268,6 +291,11 @@ class FactoredOptimizer(Optimizer):
         self, loaded: dict[str, Any]
     ) -> list[tuple[Tensor, dict[str, Any], Hyper]]:
         """Return each parameter with its saved state and settings, or refuse the checkpoint."""
+        if not {"param_groups", "state"} <= set(loaded):
+            raise ValueError(
+                f"a checkpoint of an optimizer has 'state' and 'param_groups', this one has "
+                f"{sorted(map(str, loaded))[:5]}; give what optimizer.state_dict() returned"
+            )
         saved_groups = loaded["param_groups"]
         if len(saved_groups) != len(self.param_groups):
             raise ValueError(
@@ -279,7 +307,7 @@ class FactoredOptimizer(Optimizer):
             own = self._named_group(index)
             self._check_length(index, saved, own, first)
             first += len(own)
-            hyper = self.hyper_class.from_group({**self.defaults, **saved})
+            hyper = self._hyper_of({**self.defaults, **saved})
             for key, (name, param) in zip(saved["params"], own, strict=True):
                 if state := loaded["state"].get(key):
                     check_loaded(name, param, state, hyper)
@@ -499,6 +527,11 @@ class MaxFactor(FactoredOptimizer):
         return found
 
 
+def has_fixed_momentum(group: dict[str, Any]) -> bool:
+    """Whether a group's momentum is a number."""
+    return isinstance(group.get("momentum"), Real)
+
+
 def _fused_step(
     works: list[Work], flat: list[Tensor], hypers: list[Hyper], before: FusedStep | None
 ) -> FusedStep:
@@ -515,7 +548,9 @@ def _complete(optimizer: Optimizer, packed: dict[str, Any]) -> None:
     assert isinstance(optimizer, FactoredOptimizer)
     on_device = optimizer._execution.capturable
     for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        hyper = optimizer.hyper_class.from_group(group)
+        hyper = optimizer._hyper_of(group)
+        if "momentum" in saved:
+            saved["momentum"] = as_setting(saved["momentum"])  # FAM, if it was set in the group
         for param, key in zip(group["params"], saved["params"], strict=True):
             if packed["state"] and param.requires_grad and not packed["state"].get(key):
                 packed["state"][key] = init_state(param, hyper, step_on_device=on_device)

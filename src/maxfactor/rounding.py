@@ -114,5 +114,9 @@ def rounded_fp16(w: Tensor, noise: Tensor) -> Tensor:
     """The same with 13 bits; below the normal range float16 has one fixed spacing."""
     bits = w.contiguous().view(torch.int32)
     normal = upper_bits(noise, 13).add_(bits).bitwise_and_(~0x1FFF).view(torch.float32)
-    tiny = torch.floor(w / FP16_QUANTUM + upper_bits(noise, 23) * 2.0**-23) * FP16_QUANTUM
+    scaled = w / FP16_QUANTUM
+    below = torch.floor(scaled)
+    # Not floor(scaled + noise): the sum is rounded, and what float16 can hold might move.
+    is_above = scaled - below + upper_bits(noise, 23) * 2.0**-23 >= 1.0
+    tiny = (below + is_above) * FP16_QUANTUM
     return torch.where(w.abs() < FP16_SMALLEST_NORMAL, tiny, normal)

@@ -112,7 +112,8 @@ def published_move(g: Tensor, moments: State, hyper: MaxFactorHyper) -> Tensor:
 def weight_size(size: Tensor, initial: Tensor | None, t: Scalar) -> tuple[Tensor, State]:
     """The RMS that (3) scales by, and what is kept of it; `size` is RMS(W) now.
 
-    `initial` is the state's `initial_rms`, or None with scale="current".
+    `initial` is the state's `initial_rms`, or None with scale="current". A parameter that was zero
+    at first has no size of its own to keep to, and is scaled by its present one.
     """
     if initial is None:
         return size, {}
@@ -121,7 +122,7 @@ def weight_size(size: Tensor, initial: Tensor | None, t: Scalar) -> tuple[Tensor
     if not isinstance(t, Tensor) and t == 1:
         first = size
     first = first.to(torch.float32)
-    return first, {"initial_rms": first}
+    return torch.where(first > 0, first, size), {"initial_rms": first}
 
 
 def statistic_weight(t: Scalar, hyper: MaxFactorHyper) -> Scalar:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -42,6 +43,7 @@ class AdaptiveSchedule(LRScheduler):
     def __init__(
         self,
         optimizer: Optimizer,
+        *,
         initial_lr: float | None = None,
         warmup_steps: int = 0,
         decay_factor: float = 0.1,
@@ -91,11 +93,11 @@ class AdaptiveSchedule(LRScheduler):
 
 
 def _check_steps(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be a whole number, got {value!r} ({type(value).__name__})")
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
-    return value
+    return int(value)
 
 
 def _check_decay_factor(value: object) -> float:

@@ -198,21 +198,22 @@ def check_loaded(name: str, param: Tensor, loaded: dict[str, Any], hyper: Hyper)
 
 
 def check_kept(name: str, param: Tensor, state: State, hyper: Hyper) -> None:
-    """Refuse a momentum or a scale that the state of earlier steps was not made for."""
+    """Refuse settings that the state of earlier steps was not made for."""
     store = hyper.momentum_store(is_vector=param.dim() < 2)
-    bands = hyper.bands if param.dim() >= 2 else 0
-    momentum, sums = state.get("momentum"), state.get("band_sums")
-    fits = (
-        (None if momentum is None else momentum.dtype) == MOMENTUM_STORES.get(store or "")
-        and (0 if sums is None else sums.shape[1]) == bands
-        and ("initial_rms" in state) == hyper.keeps_initial_rms
-    )
-    if not fits:
+    momentum = state.get("momentum")
+    fits = (None if momentum is None else momentum.dtype) == MOMENTUM_STORES.get(store or "")
+    if not fits or shapes_of(state) != state_shapes(tuple(param.shape), hyper):
         raise ValueError(
-            f"the momentum or scale of parameter {name!r} was changed after its first step, and "
-            f"its state {sorted(state)} no longer fits; set them before the first step, or build "
-            "a new optimizer"
+            f"a setting of parameter {name!r} was changed after its first step (momentum, "
+            "momentum_dtype, scale, factor, full_matrix or scalar_boost), and its state "
+            f"{sorted(state)} no longer fits; set it before the first step, or build a new "
+            "optimizer"
         )
+
+
+def shapes_of(state: State) -> dict[str, Shape]:
+    """The shape of each tensor, of all ranks together."""
+    return {key: tuple(value.shape) for key, value in state.items()}
 
 
 def restored(param: Tensor, loaded: State, hyper: Hyper, *, step_on_device: bool = False) -> State:

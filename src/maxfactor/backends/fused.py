@@ -38,7 +38,7 @@ from maxfactor.rounding import as_int32, seed_key
 from maxfactor.work import Outcome, Work
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from maxfactor.hyper import Hyper
 
@@ -132,7 +132,7 @@ class FusedStep:
         self.update_max, self.bad = (zeros(tensors, dtype=torch.int32) for _ in range(2))
         self.status = zeros(K.STATUS.value, dtype=torch.int32) if status is None else status
         self.zero, self.one = zeros(1), zeros(1) + 1.0  # where GradScaler has given no tensors
-        self.report = torch.zeros(K.STATUS.value, dtype=torch.int32)
+        self.report = torch.zeros(K.STATUS.value, dtype=torch.int32, device="cpu")
         self.event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self.report = self.report.pin_memory()
@@ -141,7 +141,7 @@ class FusedStep:
         self.settings = self._to_device([settings_of(hyper) for hyper in hypers], torch.float32)
         keys = [as_int32(seed_key(hyper.seed or 0)) for hyper in hypers]
         self.seed_keys = self._to_device(keys, torch.int32)
-        self.rates = torch.zeros(len(hypers), device=self.device)
+        self.rates = torch.zeros(len(hypers), dtype=torch.float32, device=self.device)
         self.rate_values: list[float] = []
         places = [rate_address(hyper) for hyper in hypers]
         for entry in self.plan.table:
@@ -151,7 +151,7 @@ class FusedStep:
 
     def _to_device(self, values: object, dtype: torch.dtype) -> Tensor:
         """Bring a table to the device without waiting for it."""
-        host = torch.as_tensor(values, dtype=dtype)
+        host = torch.as_tensor(values, dtype=dtype, device="cpu")
         if self.device.type != "cuda" or host.numel() == 0:
             return host.to(self.device)
         host = host.pin_memory()
@@ -161,16 +161,19 @@ class FusedStep:
 
     # One step --------------------------------------------------------------------------
 
-    def fits(self, flat: Sequence[Tensor], hypers: Sequence[Hyper]) -> bool:
-        """Whether the tensors and settings are still those that the plan was made for.
+    def fits(
+        self, flat: Sequence[Tensor], hypers: Sequence[Hyper], states: Mapping[Tensor, object]
+    ) -> bool:
+        """Whether the tensors, their states and settings are those that the plan was made for.
 
         This and `step` run over every tensor in every step: `map`, and no calls of our own.
         """
-        states = chain.from_iterable(map(dict.values, self.states))
+        tensors = chain.from_iterable(map(dict.values, self.states))
         if (
             len(flat) != len(self.flat)
             or not all(map(operator.is_, flat, self.flat))
-            or not all(map(operator.is_, states, self.tensors))
+            or not all(map(operator.is_, map(states.get, self.owners), self.states))
+            or not all(map(operator.is_, tensors, self.tensors))
             or any(param.grad is not None for param in self.idle)
             or [fixed_settings(hyper) for hyper in hypers] != self.fixed
         ):
@@ -335,7 +338,7 @@ class FusedStep:
             self.row_max, self.update_max, self.tile_sums, self.filter_sums, self.squares,
             self.scalars, signs, self.unsigned, self.status, grad_scale, self.seed_keys,
             kind.first_tile, SCALED=scaled, SIGNED=kind.signed, GENERAL=kind.general, **kind.has,
-            PEAKS=kind.signs, DIRECT=kind.key.direct, **kind.memory, O_KIND=self.whitening.kind,
+            PEAKS=kind.peaks, DIRECT=kind.key.direct, **kind.memory, O_KIND=self.whitening.kind,
             P_KIND=KINDS[kind.key.param_dtype], G_KIND=KINDS[kind.key.grad_dtype],
             TILE=K.TILE_ROWS, **K.FILTERED_SHAPE.options, **launch_options(kind),
         )  # fmt: skip

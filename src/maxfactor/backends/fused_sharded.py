@@ -63,7 +63,7 @@ class Message:
     def finish(self, device: torch.device) -> None:
         """Bring the places to the device."""
         for groups, places in self.places.items():
-            index = torch.cat([torch.tensor([], dtype=torch.int64), *map(as_index, places)])
+            index = torch.cat([torch.arange(0, device="cpu"), *map(as_index, places)])
             self.indices[groups] = index.to(device)
 
     def shares(self, buffer: Tensor) -> list[Share]:
@@ -78,7 +78,7 @@ class Message:
 
 def as_index(places: range) -> Tensor:
     """The places as a tensor."""
-    return torch.arange(places.start, places.stop, places.step)
+    return torch.arange(places.start, places.stop, places.step, device="cpu")
 
 
 def exchange(messages: Sequence[tuple[Message, Tensor]], groups: Sequence[ProcessGroup]) -> None:
@@ -116,15 +116,16 @@ class FusedShards(FusedStep):
         sizes["cols"] = sum(row[K.COLS.value] for row in plan.table)
         sizes |= {"weights": tensors, "gradients": tensors * K.SUMS.value}
         sizes["matrices"] = matrices * S.ROW_SUMS.value
-        self.totals = torch.zeros(sum(sizes.values()), device=self.device)
+        total = sum(sizes.values())
+        self.totals = torch.zeros(total, dtype=torch.float32, device=self.device)
         self.starts = dict(zip(sizes, accumulate([0, *sizes.values()]), strict=False))
         parts = self.totals.split(list(sizes.values()))
         _, _, self.weight_squares, self.gradient_sums, self.matrix_sums = parts
         self.chunk_sums = self.totals.new_zeros(plan.sizes["row_chunks"], S.ROW_SUMS.value)
         self.row_sums, self.row_sum_var = self.row_sum_var, self.totals.new_zeros(matrices)
         self.update_sums = self.totals.new_zeros(tensors, K.SUMS.value)
-        self.fresh = torch.tensor([0, K.INFINITY_BITS.value, K.INFINITY_BITS.value])
-        self.fresh = self._to_device(self.fresh.repeat(matrices, 1), torch.int32)
+        fresh = [0, K.INFINITY_BITS.value, K.INFINITY_BITS.value]
+        self.fresh = self._to_device([fresh] * matrices, torch.int32)
 
     def _upload(self, hypers: Sequence[Hyper]) -> None:
         """Besides the table of the shards, the one of what is combined."""

@@ -173,7 +173,7 @@ class Kind:
     general: bool
     dense: bool = False  # there is a tensor with a full variance
     whitens: bool = False  # there is one with an orthogonal direction
-    signs: bool = False  # there is one that moves by signs
+    peaks: bool = False  # there is one whose update is divided by its maximum, (7)
     blocks: list[tuple[int, int]] = field(default_factory=list)  # (matrix, how many)
     block_count: int = 0
     first_tile: int = 0
@@ -249,7 +249,7 @@ class Plan:
         self.kinds[key] = kind
         kind.dense |= bool(flags & K.DENSE.value)
         kind.whitens |= bool(flags & K.WHITENS.value)
-        kind.signs |= bool(flags & K.SIGN.value)
+        kind.peaks |= not flags & (K.FACTORED.value | K.WHITENS.value)
         first, first_tile, first_block = len(self.table), self.tile_count, kind.block_count
         for batch, shape in enumerate(matrices):
             self._add_matrix(work, shape, batch, common, kind)
@@ -379,5 +379,6 @@ def in_whole(work: Part, shape: Matrix, batch: int) -> dict[str, int]:
 
 def repeated(runs: Sequence[tuple[int, int]]) -> Tensor:
     """Each value as often as its count says."""
-    values, counts = torch.tensor(runs, dtype=torch.int64).reshape(-1, 2).unbind(dim=1)
+    table = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 2)
+    values, counts = table.unbind(dim=1)
     return torch.repeat_interleave(values, counts)

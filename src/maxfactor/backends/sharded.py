@@ -202,7 +202,7 @@ class Shard:
         return alpha
 
     def _nothing(self) -> Generator[list[Share], list[Tensor], None]:
-        zero = torch.zeros((), device=self.w.device)
+        zero = torch.zeros((), dtype=torch.float32, device=self.w.device)
         yield [Share(zero, [])]
         yield []
         yield []
@@ -226,8 +226,8 @@ class Shard:
 
     def _weight_sum(self) -> Tensor:
         """The sum of W^2; 0 where (3) keeps to what it was at the first step."""
-        if "initial_rms" in self.state and self.t != 1:
-            return torch.zeros((), device=self.w.device)
+        if self.t != 1 and tasks.keep_to_first([self.work]):
+            return torch.zeros((), dtype=torch.float32, device=self.w.device)
         wide = torch.promote_types(self.w.dtype, torch.float32)
         norm: Tensor = vector_norm(self.w, dtype=wide)
         return norm.square().to(torch.float32)

@@ -14,6 +14,7 @@ from torch.linalg import vector_norm
 
 from maxfactor import rule
 from maxfactor.hyper import FLOAT32_TINY, AdafactorHyper, Hyper, MaxFactorHyper
+from maxfactor.placement import local
 from maxfactor.rule import Scalar, host_scalar, larger
 from maxfactor.state import factoring
 from maxfactor.work import Outcome
@@ -143,21 +144,31 @@ class Other:
 def weight_sizes(works: Sequence[Work], t: Scalar, measure: Callable[[], Tensor]) -> Tensor:
     """The RMS of each W that (3) scales by, (k,), where `measure` returns the present ones.
 
-    With scale="initial" nothing is measured but in the first step, or where the counter is on the
-    device and not read.
+    With scale="initial" nothing is measured after the first step where all of them began with a
+    size, and that can be known without waiting for the device.
     """
     if not works[0].hyper.keeps_initial_rms:
         return measure()
     kept = [work.state["initial_rms"] for work in works]
     first = torch.stack(kept)
-    if isinstance(t, Tensor):
-        first = torch.where(t.reshape(-1) == 1, measure(), first)
-    elif t == 1:
-        first = measure()
-    else:
+    if not isinstance(t, Tensor) and t != 1 and keep_to_first(works):
         return first
+    present = measure()
+    if isinstance(t, Tensor):
+        first = torch.where(t.reshape(-1) == 1, present, first)
+    elif t == 1:
+        first = present
     torch._foreach_copy_(kept, first.unbind())
-    return first
+    return torch.where(first > 0, first, present)
+
+
+def keep_to_first(works: Sequence[Work]) -> bool:
+    """Whether (3) scales all of them by the RMS of their first step; False where a GPU knows."""
+    if not works[0].hyper.keeps_initial_rms:
+        return False
+    kept = [local(work.state["initial_rms"]) for work in works]
+    # Numbers of the CPU are read, as is the counter of steps.
+    return all(not one.is_cuda and one.item() > 0 for one in kept)
 
 
 def rates(size: Scalar, t: Scalar, hyper: Hyper) -> tuple[Scalar, Scalar]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 WHITENED_AT_ONCE = 1 << 26  # elements
+GRAIN = 8  # elements: 16 bytes at least, on which the kernels take aligned matrices to begin
 
 
 class Whitening:
@@ -33,8 +34,11 @@ class Whitening:
             if work.param.numel() and flags_of(work) & K.WHITENS.value:
                 m, n, _ = matrices_of(work)[0]
                 shapes.setdefault((m, n), []).append(index)
-        self.groups = list(shapes.items())
-        self.numel = sum(m * n * len(members) for (m, n), members in self.groups)
+        self.groups: list[tuple[tuple[int, int], list[int], int]] = []  # and where each begins
+        self.numel = 0
+        for (m, n), members in shapes.items():
+            self.groups.append(((m, n), members, self.numel))
+            self.numel += -(-m * n * len(members) // GRAIN) * GRAIN
         self.buffer: Tensor | None = None
 
     def addresses(self, count: int) -> list[int]:
@@ -43,23 +47,19 @@ class Whitening:
         if not self.groups:
             return places
         self.buffer = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-        at = self.buffer.data_ptr()
-        for (m, n), members in self.groups:
-            for index in members:
-                places[index] = at
-                at += m * n * self.buffer.element_size()
+        for (m, n), members, start in self.groups:
+            for number, index in enumerate(members):
+                at = (start + number * m * n) * self.buffer.element_size()
+                places[index] = self.buffer.data_ptr() + at
         return places
 
     def run(self) -> None:
         """Orthogonalise everything in the buffer, in batches of a bounded size."""
-        start = 0
-        for (m, n), members in self.groups:
+        for (m, n), members, start in self.groups:
             assert self.buffer is not None
-            size = m * n * len(members)
-            matrices = self.buffer[start : start + size].view(-1, m, n)
+            matrices = self.buffer[start : start + m * n * len(members)].view(-1, m, n)
             for batch in matrices.split(max(1, WHITENED_AT_ONCE // (m * n))):
                 batch.copy_(orthogonal(batch))
-            start += size
 
     def release(self) -> None:
         """Give the memory back to torch."""

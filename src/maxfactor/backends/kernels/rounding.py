@@ -56,7 +56,10 @@ def rounded(w, rows, cols, n, start, key, KIND: tl.constexpr):
     else:
         normal = ((bits + (noise >> 19)) & 0xFFFFE000).to(tl.float32, bitcast=True)
         share = (noise >> 9).to(tl.float32) * 1.1920928955078125e-07  # 2^-23
-        tiny = tl.floor(w * 16777216.0 + share) * 5.9604644775390625e-08  # spacing 2^-24
+        scaled = w * 16777216.0  # spacing 2^-24
+        below = tl.floor(scaled)
+        above = tl.where(scaled - below + share >= 1.0, 1.0, 0.0)
+        tiny = (below + above) * 5.9604644775390625e-08
         low = tl.where(tl.abs(w) < 6.103515625e-05, tiny, normal)
     return tl.where(tl.abs(w) < float("inf"), low, w)
 

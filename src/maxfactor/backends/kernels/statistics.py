@@ -294,9 +294,10 @@ def tensor_scalars(entry, setting, squares, scalars, skip):
     size = tl.sqrt_rn(mean)
     if (flags & INITIAL) != 0:
         initial = tl.load(entry + INITIAL_RMS).to(tl.pointer_type(tl.float32))
-        size = tl.where(t == 1.0, size, tl.load(initial))
+        first = tl.where(t == 1.0, size, tl.load(initial))
         if skip == 0:
-            tl.store(initial, size)
+            tl.store(initial, first)
+        size = tl.where(first > 0.0, first, size)
     size = tl.maximum(size, tl.load(setting + EPS2))
     lr = tl.load(tl.load(entry + LR).to(tl.pointer_type(tl.float32)))
     root = 1.0 / tl.sqrt_rn(t)
@@ -306,7 +307,8 @@ def tensor_scalars(entry, setting, squares, scalars, skip):
     alpha = tl.where((flags & ABSOLUTE) != 0, lr, alpha)
     decay = tl.where((flags & DECAY_BY_LR) != 0, lr, alpha)
     place = scalars + tl.load(entry + OWNER) * SCALARS
-    tl.store(place + ALPHA, alpha)
+    if skip == 0:  # else nothing is moved by it, and what was used last is still to be told
+        tl.store(place + ALPHA, alpha)
     tl.store(place + KEEP, 1.0 - decay * tl.load(setting + WEIGHT_DECAY))  # (4)
     tl.store(place + TIME, t)
     if (flags & FILTERED) != 0:
