@@ -401,7 +401,8 @@ class MaxFactor(FactoredOptimizer):
         direction: "sign_max" for (9), or "factored" or "orthogonal" as above. Orthogonal is for
             hidden matrices; give embeddings, heads and convolution stems a group of their own.
         scale: What (3) scales by: "current" for RMS(W), "initial" for the RMS that each parameter
-            had before its first step, with which a weight cannot feed its own growth.
+            had before its first step, with which a weight cannot feed its own growth; one that
+            was zero then is scaled by its present RMS.
         rounding: How 16-bit parameters are written: "stochastic" keeps small updates and decay on
             average, "nearest" loses them. None: stochastic for bfloat16, nearest for float16.
         seed: Seed of the stochastic rounding. None takes torch's seed, but 0 in a process group,
