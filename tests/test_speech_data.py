@@ -441,6 +441,20 @@ def recording(path: Path, seconds: float = 0.5) -> Path:
     return path
 
 
+def test_lists_are_taken_as_they_are(tmp_path: Path) -> None:
+    """Quotation marks are text, one line is one recording, an accent belongs to its letter."""
+    listing = tmp_path / "list.tsv"
+    listing.write_bytes('\ufeffpath\ttext\na.wav\t"hello\n\nb.wav\tcafe\u0301\r\n'.encode())
+    texts = [one.text for one in files.find_recordings(listing)]
+    assert texts == ['"hello', "caf\u00e9"]
+    entries = tmp_path / "list.jsonl"
+    entries.write_text('{"path": "a.wav", "text": "one\u2028two"}\n', encoding="utf-8")
+    assert [one.text for one in files.find_recordings(entries)] == ["one two"]
+    listing.write_text("a.wav\tone\n\nb.wav\n")
+    with pytest.raises(InputError, match=r"list\.tsv:3: must be a path, a tab"):
+        files.find_recordings(listing)
+
+
 def test_lists_and_folders_are_read(tmp_path: Path) -> None:
     recording(tmp_path / "12" / "7" / "12-7-0000.flac")
     (tmp_path / "12" / "7" / "12-7.trans.txt").write_text("12-7-0000 HELLO  WORLD\n")

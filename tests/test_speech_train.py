@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 import maxfactor
 from maxfactor.cli import app
-from maxfactor.speech import checkpoint, synth, train
+from maxfactor.speech import checkpoint, files, synth, train
 from maxfactor.speech.audio import SAMPLE_RATE, InputError
 from maxfactor.speech.metrics import METRICS, Metrics
 from maxfactor.speech.preparation import Prepared, prepare
@@ -33,6 +33,7 @@ from maxfactor.speech.progress import Pace
 from maxfactor.speech.settings import Settings, rate_factor
 from maxfactor.speech.shards import Shards
 from maxfactor.speech.trainer import Trainer
+from noise import prepared as noise_prepared
 from noise import weights
 
 TINY = Settings(
@@ -385,6 +386,60 @@ def test_own_recordings_are_trained_on(tmp_path: Path, cache: Path) -> None:
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert isinstance(checkpoint.load_model(out)[0], WhisperForConditionalGeneration)
+
+
+def test_going_on_with_other_recordings_is_refused(tmp_path: Path, cache: Path) -> None:
+    """They would come in another order, and spell with other tokens."""
+    spoken = synth.synthesise(synth.Script("digits"), 24, cache, 1)
+    listing = []
+    for number in range(24):
+        path = tmp_path / f"{number}.wav"
+        soundfile.write(path, spoken[number].samples, SAMPLE_RATE)
+        listing.append(f"{path.name}\t{spoken[number].text}\n")
+    data = tmp_path / "all.tsv"
+    data.write_text("".join(listing))
+    settings = Settings(
+        data=str(data), validation=str(data), optimizer="adamw", steps=4, batch_size=2,
+        evaluate_every=2,
+    )  # fmt: skip
+    out = tmp_path / "out"
+    train.train(settings, out)
+    shutil.rmtree(checkpoint.checkpoints(out)[-1])
+    data.write_text("".join([*listing[1:], listing[0].replace("\n", " q\n")]))
+    with pytest.raises(InputError, match="was trained on other utterances than those"):
+        train.train(settings, out, resume=True)
+    data.write_text("".join(listing))
+    assert train.train(settings, out, resume=True).step == 4
+
+
+def test_a_rare_letter_in_what_was_held_out(tmp_path: Path, cache: Path) -> None:
+    spoken = synth.synthesise(synth.Script("digits"), 4, cache, 1)
+    soundfile.write(tmp_path / "a.wav", spoken[0].samples, SAMPLE_RATE)
+    texts = [f"word {number}" for number in range(40)]
+    recordings = [files.Recording(tmp_path / "a.wav", text) for text in texts]
+    [*_, last] = files.held_out(recordings)[1]  # by its text
+    lines = [f"a.wav\t{one.text}\n" for one in recordings]
+    rare = next(word for word in (f"{last.text} q{n}" for n in range(999)) if _is_held_out(word))
+    (tmp_path / "all.tsv").write_text("".join([*lines, f"a.wav\t{rare}\n"]))
+    found = prepare(Settings(data=str(tmp_path / "all.tsv"), batch_size=2))
+    assert found.codec.missing(rare) == []
+
+
+def _is_held_out(text: str) -> bool:
+    others = [files.Recording(Path("a"), f"word {number}") for number in range(40)]
+    return any(
+        one.text == text for one in files.held_out([*others, files.Recording(Path(), text)])[1]
+    )
+
+
+def test_a_model_with_more_mel_bands_is_evaluated(tmp_path: Path) -> None:
+    """Whisper large-v3 has 128 of them."""
+    given = noise_prepared()
+    config = given.model.config
+    config.num_mel_bins = 128
+    prepared = given._replace(model=WhisperForConditionalGeneration(config))
+    result = train.train(replace(TINY, steps=2), tmp_path / "out", prepared=prepared)
+    assert result.evaluation is not None
 
 
 def wrong_transcribe(trained: Path, folder: Path) -> list[tuple[list[object], str]]:

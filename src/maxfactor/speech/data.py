@@ -195,6 +195,7 @@ def evaluation_batches(
     batch_size: int,
     device: torch.device | str = "cpu",
     part: Part | None = None,
+    mels: int = 80,
 ) -> Iterator[tuple[Tensor, list[str]]]:
     """Yield features and texts of all utterances, longest first, so that like comes with like.
 
@@ -204,7 +205,7 @@ def evaluation_batches(
     rank, world = part or Part()
     for start in range(rank * batch_size, len(numbers), world * batch_size):
         batch = collate(data, numbers[start : start + batch_size])
-        yield log_mel(batch.samples.to(device)), batch.texts
+        yield log_mel(batch.samples.to(device), mels), batch.texts
 
 
 def seconds_needed(*data: Utterances) -> int:

@@ -5,9 +5,9 @@ Everything that can be seen without decoding the audio is checked before a train
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -115,7 +115,7 @@ def check_texts(recordings: Iterable[Recording], codec: Codec, max_tokens: int) 
 def _librispeech(folder: Path) -> Iterator[Recording]:
     """`1089-134686.trans.txt` holds lines of name and text; the audio lies beside it."""
     for transcript in sorted(folder.rglob("*.trans.txt")):
-        for number, line in enumerate(_lines(transcript), 1):
+        for number, line in _lines(transcript):
             name, _, text = line.partition(" ")
             candidates = [transcript.parent / f"{name}{suffix}" for suffix in AUDIO_SUFFIXES]
             path = next((path for path in candidates if path.exists()), candidates[0])
@@ -124,7 +124,7 @@ def _librispeech(folder: Path) -> Iterator[Recording]:
 
 
 def _jsonl(path: Path) -> Iterator[Recording]:
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in _lines(path):
         where = f"{path}:{number}"
         try:
             entry = json.loads(line)
@@ -135,8 +135,8 @@ def _jsonl(path: Path) -> Iterator[Recording]:
 
 
 def _tsv(path: Path) -> Iterator[Recording]:
-    for number, row in enumerate(csv.reader(_lines(path), delimiter="\t"), 1):
-        where = f"{path}:{number}"
+    for number, line in _lines(path):
+        where, row = f"{path}:{number}", line.split("\t")  # quotation marks are text
         if number == 1 and row[:2] == ["path", "text"]:
             continue
         if len(row) < 2:
@@ -147,7 +147,8 @@ def _tsv(path: Path) -> Iterator[Recording]:
 def _recording(path: Path, text: object, where: str) -> Recording:
     if not isinstance(text, str) or not text.split():
         raise InputError(f"{where}: the transcript of {path} is empty")
-    return Recording(path, " ".join(text.split()))
+    # A letter with an accent is one letter, however it is written, as for the tokenizer.
+    return Recording(path, unicodedata.normalize("NFC", " ".join(text.split())))
 
 
 def _beside(listing: Path, audio: object) -> Path:
@@ -155,12 +156,14 @@ def _beside(listing: Path, audio: object) -> Path:
     return listing.parent / Path(str(audio)).expanduser()
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(path: Path) -> list[tuple[int, str]]:
+    """Lines with something in them, and their numbers; what ends them is a newline alone."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # with or without the mark of some editors
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as text, {error}") from error
-    return [line for line in text.splitlines() if line.strip()]
+    lines = enumerate(text.split("\n"), 1)
+    return [(number, line) for number, line in lines if line.strip()]
 
 
 def _checked_length(recording: Recording) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -43,7 +44,7 @@ def prepare(
         train, validation = _recorded(settings.data, settings.validation)
     torch.manual_seed(settings.seed)
     if settings.model in SIZES:
-        codec, max_tokens = _codec_for(settings, train)
+        codec, max_tokens = _codec_for(settings, train, validation)
         seconds = seconds_needed(train, validation)
         model = whisper(codec, settings.model, seconds, max_tokens)
     else:
@@ -51,6 +52,14 @@ def prepare(
     _check_fit(train, model, codec)
     _check_fit(validation, model, codec)
     return Prepared(train, validation, model, codec)
+
+
+def fingerprint(data: Utterances) -> str:
+    """Tells one set of utterances from another; of files their names and texts too."""
+    digest = hashlib.blake2b(data.lengths.tobytes(), digest_size=16)
+    for recording in data.recordings if isinstance(data, files.Files) else ():
+        digest.update(f"{recording.path.name}\t{recording.text}\n".encode())
+    return digest.hexdigest()
 
 
 def task_codec(task: str) -> Codec:
@@ -83,11 +92,13 @@ def _recorded(data: str, validation: str | None) -> tuple[Utterances, Utterances
     return files.Files(train), files.Files(kept_back)
 
 
-def _codec_for(settings: Settings, train: Utterances) -> tuple[Codec, int]:
+def _codec_for(settings: Settings, train: Utterances, validation: Utterances) -> tuple[Codec, int]:
     """Tokens for the data, and how many of them its longest text may have."""
     if settings.data is None:
         return task_codec(settings.task), MAX_TOKENS[settings.task]
-    texts = [train.text(number) for number in range(len(train))]
+    # Where we have split the data, a rare letter may have come into either part.
+    parts = [train, validation] if settings.validation is None else [train]
+    texts = [part.text(number) for part in parts for number in range(len(part))]
     codec = Codec.build(set("".join(texts)), "characters")
     longest = max(len(codec.encode(text)) for text in texts)
     return codec, longest + longest // 4 + 1  # validation may be longer, and mistakes too

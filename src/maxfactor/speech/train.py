@@ -95,7 +95,8 @@ def _trainer(settings: Settings, prepared: Prepared, last: Path | None, ranks: A
     """A training that begins, or goes on from its last checkpoint."""
     if last is None:
         return Trainer(settings, prepared, ranks)
-    prepared = prepared._replace(model=checkpoint.load_model(last)[0])
+    model, codec = checkpoint.load_model(last)
+    prepared = prepared._replace(model=model, codec=codec)
     trainer = Trainer(settings, prepared, ranks)
     trainer.load(last)
     return trainer

@@ -14,7 +14,7 @@ from torch import Generator, Tensor, nn
 from maxfactor.optimizer import FactoredOptimizer
 from maxfactor.placement import is_sharded
 from maxfactor.speech import checkpoint
-from maxfactor.speech.audio import SAMPLE_RATE
+from maxfactor.speech.audio import SAMPLE_RATE, InputError
 from maxfactor.speech.data import (
     Batch,
     Order,
@@ -29,6 +29,7 @@ from maxfactor.speech.graphs import PassGraphs, UpdateGraph, captures, is_random
 from maxfactor.speech.model import IGNORED, POSITIONS_PER_SECOND
 from maxfactor.speech.optimizers import default_clip, make_optimizer
 from maxfactor.speech.parallel import Alone
+from maxfactor.speech.preparation import fingerprint
 from maxfactor.speech.settings import DTYPES, Settings, rate_factor
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Trainer:
     def __init__(self, settings: Settings, prepared: Prepared, ranks: Alone | None = None) -> None:
         self.settings = settings
         self.prepared = prepared
+        self._data = fingerprint(prepared.train)
         self.ranks = ranks or Alone()
         self.device = self.ranks.device(settings.torch_device)
         self.model = prepared.model
@@ -121,7 +123,11 @@ class Trainer:
     def evaluate(self) -> Evaluation:
         """Measure the error rate on the validation set."""
         batches = evaluation_batches(
-            self.prepared.validation, 4 * self.settings.batch_size, self.device, self._part
+            self.prepared.validation,
+            4 * self.settings.batch_size,
+            self.device,
+            self._part,
+            self.model.config.num_mel_bins,
         )
         model = self.whole_model()
         model.to(self.device)  # type: ignore[arg-type]
@@ -176,6 +182,11 @@ class Trainer:
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote; the weights are already there."""
         ranks, saved = self.ranks, checkpoint.load_training(folder)
+        if saved.get("data", self._data) != self._data:
+            raise InputError(
+                f"{folder}: was trained on other utterances than those that are there now; put "
+                "them back as they were, or begin anew with another --out and --model of it"
+            )
         self.step, self.seconds = saved["step"], saved["seconds"]
         self._scaler.load_state_dict(saved["scaler"])
         if saved["optimizers"] is None:
@@ -200,6 +211,7 @@ class Trainer:
             "seconds": self.seconds,
             "optimizers": states,
             "scaler": self._scaler.state_dict(),
+            "data": self._data,
         }
 
     @property
