@@ -31,7 +31,7 @@ from maxfactor.speech.metrics import METRICS, Metrics
 from maxfactor.speech.preparation import Prepared, prepare
 from maxfactor.speech.progress import Pace
 from maxfactor.speech.settings import Settings, rate_factor
-from maxfactor.speech.shards import Shards
+from maxfactor.speech.shards import Shards, write_whole
 from maxfactor.speech.trainer import Trainer
 from noise import weights
 
@@ -255,6 +255,18 @@ def test_the_rate_rises_and_falls() -> None:
         {"dtype": "int8"},
         {"optimizer": "sgd"},
         {"task": "songs"},
+        {"clip": -1.0},
+        {"clip": float("nan")},
+        {"weight_decay": float("nan")},
+        {"weight_decay": -1.0},
+        {"lr": -1.0},
+        {"utterances": 0},
+        {"utterances": -5},
+        {"validation_utterances": 0},
+        {"seed": -1},
+        {"seed": 2**63},
+        {"device": "foo"},
+        {"validation": "own.tsv"},
     ],
 )
 def test_wrong_settings_are_refused(change: dict[str, Any]) -> None:
@@ -406,6 +418,15 @@ def wrong_transcribe(trained: Path, folder: Path) -> list[tuple[list[object], st
         (["transcribe", folder, example], f"{folder}: no config.json"),
         (["transcribe", broken, example], "broken: cannot be read as a Whisper"),
         (["transcribe", other, example], "other: holds a model of type 'bert'"),
+        (["transcribe", trained, example, "--device", "foo"], "device must be cpu, cuda"),
+        (["transcribe", trained, example, "--device", "cuda:99"], "use --device cpu"),
+        (["compare", "--jobs", "0", "--out", folder / "out"], "jobs must be at least 1, got 0"),
+        (["compare", "--out", noise], "noise.wav is a file; --out names a folder"),
+        (["compare", "--cache", noise, "--out", folder / "out"], "--cache names a folder"),
+        (
+            ["compare", "--model", folder / "gone", "--out", folder / "out"],
+            "gone: no config.json",
+        ),
     ]
 
 
@@ -432,6 +453,19 @@ def wrong_train(trained: Path, folder: Path) -> list[tuple[list[object], str]]:
         (["--data", folder / "single.tsv", *pair, "--model", trained], "no token for"),
         (["--task", "songs"], "task must be one of digits, sentences, got 'songs'"),
         (["--model", folder / "gone"], "gone: no config.json"),
+        (["--clip", "-1"], "clip must be finite and not negative, 0 is no clipping, got -1.0"),
+        (["--device", "foo"], "device must be cpu, cuda, cuda:1, …, got 'foo'"),
+        (["--device", "cuda:99"], "device cuda:99: torch finds"),
+        (["--device", "meta"], "device meta: torch cannot use it here; use --device cpu"),
+        (["--workers", "0"], "workers must be at least 1, got 0"),
+        (["--validation", folder / "single.tsv"], "validation must come with data"),
+        (
+            ["--data", folder / "single.tsv", *pair, "--utterances", "2"],
+            "--utterances 2 is for speech that is synthesised; leave it out, or --data",
+        ),
+        (["--out", example], "example.wav is a file; --out names a folder"),
+        (["--out", example / "deeper"], "example.wav is a file; --out names a folder"),
+        (["--cache", example], "example.wav is a file; --cache names a folder"),
         (["--resume"], "--resume needs --out"),
         (["--resume", "--out", folder / "gone"], "settings.json: cannot be read"),
         (["--out", trained], "holds a training already"),
@@ -454,12 +488,50 @@ def test_wrong_input_is_told_in_one_line(trained: Path, tmp_path: Path, cache: P
         assert not out.exists()
 
 
-def test_options_are_settings() -> None:
+def test_what_would_fail_later_is_told_before_speech_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("speech is made")
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(synth, "synthesise", refuse)
+    monkeypatch.setitem(sys.modules, "lion_pytorch", None)
+    out = tmp_path / "out"
+    cases: list[tuple[list[object], str]] = [
+        (["train", "--optimizer", "lion"], "pip install lion-pytorch"),
+        (["compare", "--optimizers", "speech,lion"], "pip install lion-pytorch"),
+        (["train", "--model", tmp_path / "gone"], "gone: no config.json"),
+        (["compare", "--model", tmp_path / "gone"], "gone: no config.json"),
+        (["train", "--device", "cuda:99"], "torch finds"),
+        (["compare", "--device", "cuda:99"], "torch finds"),
+        (["train", "--out", tmp_path / "file"], "file is a file; --out"),
+        (["train", "--cache", tmp_path / "file"], "file is a file; --cache"),
+    ]
+    for arguments, message in cases:
+        where = [] if "--out" in arguments else ["--out", out]
+        result = run(*arguments, *where)
+        assert result.exit_code == 2, (arguments, result.output, result.exception)
+        assert message in result.stderr
+        assert not out.exists()
+
+
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"file/one: cannot be written, "):
+        write_whole(tmp_path / "file" / "one", b"content")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [{"data": "d", "validation": "v"}, {"utterances": 5, "validation_utterances": 6}],
+    ids=["recorded", "synthesised"],
+)
+def test_options_are_settings(source: dict[str, Any]) -> None:
     """A setting that the command cannot set, or an option that goes nowhere, is a mistake."""
     called: dict[str, Any] = {}
     settings = {
-        "task": "sentences", "language": "de", "data": "d", "validation": "v", "utterances": 5,
-        "validation_utterances": 6,
+        "task": "sentences", "language": "de", **source,
         "model": "tiny", "optimizer": "adamw", "lr": 0.5, "weight_decay": 0.2,
         "schedule": "linear", "warmup": 0.3, "clip": 2.0, "steps": 7, "batch_size": 3,
         "grad_accum": 2, "dtype": "bf16", "device": "cpu", "seed": 9, "spec_augment": True,
@@ -479,8 +551,9 @@ def test_options_are_settings() -> None:
         else:
             options += [f"--{option}", value]
     patch_train(record, lambda: run("train", *options))
-    assert called.pop("out") == Path("runs/d-adamw")
-    assert called == settings
+    assert called.pop("out") == Path(f"runs/{source.get('data', 'sentences')}-adamw")
+    left = {"data": None, "validation": None, "utterances": None, "validation_utterances": 256}
+    assert called == {**left, **settings}
 
 
 def patch_train(replacement: Callable[..., None], call: Callable[[], object]) -> None:

@@ -234,9 +234,17 @@ def _settings(given: dict[str, Any], out: Path | None, resume: bool) -> Settings
     before = read_settings(out) if resume and out is not None else None
     given = {name: value for name, value in given.items() if value is not None}
     try:
-        return Settings(**given) if before is None else replace(before, **given)
+        settings = Settings(**given) if before is None else replace(before, **given)
     except ValueError as error:
         raise InputError(str(error)) from error
+    for name in ("utterances", "validation_utterances"):
+        if name in given and settings.data is not None:
+            option = name.replace("_", "-")
+            raise InputError(
+                f"--{option} {given[name]} is for speech that is synthesised; leave it out, or "
+                f"--data {settings.data}"
+            )
+    return settings
 
 
 def _default_out(settings: Settings) -> Path:
@@ -303,12 +311,19 @@ def _compare(
     from maxfactor.speech.audio import InputError, write
     from maxfactor.speech.compare import RUNS, Plan, compare
     from maxfactor.speech.preparation import prepare
-    from maxfactor.speech.shards import write_whole
+    from maxfactor.speech.shards import check_writable, write_whole
+    from maxfactor.speech.train import check_beforehand, check_model
 
     try:
         plan = Plan(settings, names, seeds, tune, same_time)
     except ValueError as error:
         raise InputError(str(error)) from error
+    if jobs < 1:
+        raise InputError(f"jobs must be at least 1, got {jobs}")
+    for name in names:
+        check_beforehand(replace(settings, optimizer=name), cache)
+    check_model(settings)
+    check_writable(out, "--out")
     outcomes = compare(plan, out, jobs, cache, typer.echo)
     what = settings.task if settings.data is None else settings.data
     page = out / "report.html"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,6 +52,14 @@ def check_cut(name: str, cuts: bool) -> None:
         )
 
 
+def check_installed(name: str) -> None:
+    """Refuse an optimizer whose package is not there, or not new enough."""
+    if name == "lion" and find_spec("lion_pytorch") is None:
+        raise InputError("optimizer lion needs `pip install lion-pytorch`")
+    if name == "muon" and not hasattr(torch.optim, "Muon"):
+        raise InputError(f"optimizer muon needs torch 2.9 or newer, this is {torch.__version__}")
+
+
 def make_optimizer(
     model: nn.Module,
     name: str,
@@ -75,6 +84,7 @@ def make_optimizer(
     """
     lr = default_lr(name) if lr is None else lr
     _check(name)
+    check_installed(name)
     params = [param for param in model.parameters() if param.requires_grad]
     decay = 0.01 if weight_decay is None else weight_decay
     if name not in PEERS:
@@ -93,8 +103,6 @@ def make_optimizer(
 
 def _muon(model: nn.Module, lr: float, decay: float) -> list[Optimizer]:
     """Muon for the weights of hidden linear layers, AdamW for the rest."""
-    if not hasattr(torch.optim, "Muon"):
-        raise InputError(f"optimizer muon needs torch 2.9 or newer, this is {torch.__version__}")
     embedded = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
     hidden = {
         id(one.weight): one.weight
@@ -120,10 +128,8 @@ def _adamw(
 
 
 def _lion(params: list[nn.Parameter], lr: float, decay: float) -> Optimizer:
-    try:
-        from lion_pytorch import Lion
-    except ImportError as error:
-        raise InputError("optimizer lion needs `pip install lion-pytorch`") from error
+    from lion_pytorch import Lion
+
     lion: Optimizer = Lion(_by_decay(params, decay), lr=lr, betas=(0.9, 0.98))
     return lion
 
