@@ -316,6 +316,24 @@ def test_a_full_disk_leaves_the_last_checkpoint(
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
 
 
+@pytest.mark.parametrize("length", [0, 10, 5000])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(
+    cache: Path, tmp_path: Path, length: int
+) -> None:
+    options = ["train", "--resume", "--out", tmp_path, "--cache", cache, "--workers", 1]
+    train.train(TINY, tmp_path, cache=cache, workers=1)
+    last = checkpoint.checkpoints(tmp_path)[-1]
+    for seed in range(5):  # which decides what pickle stumbles over
+        (last / checkpoint.TRAINING).write_bytes(random.Random(seed).randbytes(length))
+        result = run(*options)
+        assert result.exit_code == 2, (result.output, result.exception)
+        [line] = result.stderr.splitlines()
+        assert f"{last / checkpoint.TRAINING}: cannot be read" in line
+        assert line.endswith("delete this folder to go on from the one before it")
+    shutil.rmtree(last)
+    assert run(*options).exit_code == 0
+
+
 def test_tensorboard_on_request(cache: Path, tmp_path: Path) -> None:
     train.train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1, tensorboard=True)
     [events] = (tmp_path / "tensorboard").iterdir()
@@ -456,6 +474,7 @@ def wrong_train(trained: Path, folder: Path) -> list[tuple[list[object], str]]:
         (["--clip", "-1"], "clip must be finite and not negative, 0 is no clipping, got -1.0"),
         (["--device", "foo"], "device must be cpu, cuda, cuda:1, …, got 'foo'"),
         (["--device", "cuda:99"], "device cuda:99: torch finds"),
+        (["--device", "hpu"], "device hpu: torch cannot use it here; use --device cpu"),
         (["--device", "meta"], "device meta: torch cannot use it here; use --device cpu"),
         (["--workers", "0"], "workers must be at least 1, got 0"),
         (["--validation", folder / "single.tsv"], "validation must come with data"),

@@ -113,8 +113,11 @@ def load_training(folder: Path) -> dict[str, Any]:
     path = folder / TRAINING
     try:
         training: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError) as error:
-        raise InputError(f"{path}: cannot be read, {_reason(error)}") from error
+    except Exception as error:  # a damaged file can make torch and pickle raise anything
+        reason = _reason(error) if isinstance(error, OSError) else "it is damaged"
+        raise InputError(
+            f"{path}: cannot be read, {reason}; delete this folder to go on from the one before it"
+        ) from error
     return training
 
 

@@ -141,7 +141,7 @@ def find_device(name: str) -> torch.device:
         return device
     try:
         torch.ones(1, device=device).item()  # whether it computes at all, before anything waits
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         raise InputError(f"device {name}: torch cannot use it here; use --device cpu") from error
     return device
 
