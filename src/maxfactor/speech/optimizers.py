@@ -73,7 +73,8 @@ def make_optimizer(
         model: Whose parameters are trained, those that want a gradient.
         name: One of `names()`.
         lr: The highest rate; None takes `default_lr`.
-        weight_decay: Of matrices; None takes the recipe's, 0.01 for peers, 0.1 for Muon.
+        weight_decay: Of matrices; None takes the recipe's, 0.01 for peers, 0.1 for what Muon
+            itself handles.
         capturable: Whether CUDA graphs of steps are wanted, from those that can: ours with Triton,
             and AdamW.
 
@@ -98,10 +99,10 @@ def make_optimizer(
         return [torch.optim.Adafactor(_by_decay(params, decay), lr)]
     if name == "lion":
         return [_lion(params, lr, decay)]
-    return _muon(model, lr, 0.1 if weight_decay is None else weight_decay)
+    return _muon(model, lr, 0.1 if weight_decay is None else weight_decay, decay)
 
 
-def _muon(model: nn.Module, lr: float, decay: float) -> list[Optimizer]:
+def _muon(model: nn.Module, lr: float, decay: float, rest_decay: float) -> list[Optimizer]:
     """Muon for the weights of hidden linear layers, AdamW for the rest."""
     embedded = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
     hidden = {
@@ -114,7 +115,7 @@ def _muon(model: nn.Module, lr: float, decay: float) -> list[Optimizer]:
     rest = [one for one in model.parameters() if one.requires_grad and id(one) not in hidden]
     return [
         torch.optim.Muon(hidden.values(), lr, weight_decay=decay),
-        _adamw(rest, lr * REST_OF_MUON, 0.01),
+        _adamw(rest, lr * REST_OF_MUON, rest_decay),
     ]
 
 
