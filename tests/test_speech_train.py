@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,16 +22,19 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from rich.console import Console
 from transformers import WhisperForConditionalGeneration
 from typer.testing import CliRunner
 
 import maxfactor
+from maxfactor import cli
 from maxfactor.cli import app
 from maxfactor.speech import checkpoint, synth, train
 from maxfactor.speech.audio import SAMPLE_RATE, InputError
+from maxfactor.speech.evaluate import Evaluation
 from maxfactor.speech.metrics import METRICS, Metrics
 from maxfactor.speech.preparation import Prepared, prepare
-from maxfactor.speech.progress import Pace
+from maxfactor.speech.progress import Bar, Pace
 from maxfactor.speech.settings import Settings, rate_factor
 from maxfactor.speech.shards import Shards, write_whole
 from maxfactor.speech.trainer import Trainer
@@ -163,13 +168,18 @@ def test_killed_at_a_random_step_it_goes_on_to_the_same_weights(
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(cache: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    process = start(out, cache, 3000)
+    out = tmp_path / "my out"
+    process = start(out, cache, 3000, "--tensorboard")
     wait_for_step(out, 3, process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate()
     assert process.returncode == 130, output
-    assert f"maxfactor train --resume --out {out}" in output
+    hint = output.splitlines()[-1].strip()
+    asked = f"--resume --out '{out}' --cache {cache} --workers 1 --tensorboard"
+    assert hint.endswith(f" -m maxfactor train {asked}")
+    program = shutil.which(shlex.split(hint)[0])
+    assert program is not None
+    assert Path(program) == Path(sys.executable)
     assert "Traceback" not in output
     step = checkpoint.load_training(checkpoint.checkpoints(out)[-1])["step"]
     assert 3 <= step < 3000
@@ -533,6 +543,31 @@ def test_what_would_fail_later_is_told_before_speech_is_made(
         assert result.exit_code == 2, (arguments, result.output, result.exception)
         assert message in result.stderr
         assert not out.exists()
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_commands_to_paste_name_the_program_as_it_was_called(
+    found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {"maxfactor": "/bin/maxfactor", "python": sys.executable} if found else {}
+    monkeypatch.setattr(cli, "which", places.get)
+    monkeypatch.setattr(sys, "argv", ["/my env/bin/maxfactor"])
+    assert cli._command() == ("maxfactor" if found else "'/my env/bin/maxfactor'")
+    monkeypatch.setattr(sys, "argv", ["/env/lib/maxfactor/__main__.py"])
+    python = "python" if found else shlex.quote(sys.executable)
+    assert cli._command() == f"{python} -m maxfactor"
+
+
+def test_the_bar_shows_the_last_error_rate() -> None:
+    shown = io.StringIO()
+    bar = Bar(Console(file=shown, force_terminal=True, width=150))
+    bar.begin("training", 2)
+    for step, wer in ((1, 0.25), (2, 0.5)):
+        bar.pace(Pace(step, 1.0, 0.1, 0.1, 1.0, 1.0))
+        bar.evaluated(step, Evaluation(wer, 0.1, []))
+    bar.close()
+    frames = [line for line in shown.getvalue().splitlines() if "2/2" in line]
+    assert "WER 50.0%" in frames[-1]
 
 
 def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
