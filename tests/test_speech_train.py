@@ -536,6 +536,7 @@ def test_what_would_fail_later_is_told_before_speech_is_made(
         (["compare", "--device", "cuda:99"], "torch finds"),
         (["train", "--out", tmp_path / "file"], "file is a file; --out"),
         (["train", "--cache", tmp_path / "file"], "file is a file; --cache"),
+        (["train", "--out", tmp_path / ("a" * 300)], "cannot be written, "),
     ]
     for arguments, message in cases:
         where = [] if "--out" in arguments else ["--out", out]

@@ -139,7 +139,12 @@ def check_writable(folder: Path, option: str) -> None:
         folder: Where files will be; it is not made here.
         option: What to name another one by.
     """
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:  # a name that is too long, a folder that must not be looked into
+        raise InputError(
+            f"{folder}: cannot be written, {error.strerror}; {option} names another"
+        ) from error
     if not there.is_dir():
         raise InputError(f"{folder}: cannot be written, {there} is a file; {option} names a folder")
     if not os.access(there, os.W_OK | os.X_OK):
