@@ -110,6 +110,17 @@ def test_a_package_that_is_missing_is_left_out_with_the_reason() -> None:
     }
 
 
+def test_the_command_names_itself_and_is_quick_on_request() -> None:
+    run = CliRunner().invoke
+    wrong = run(app, ["bench", "--quick", "--repeats", "0"])
+    assert wrong.exit_code == 2
+    assert "maxfactor bench: error: --repeats must be at least 1, got 0" in wrong.stderr
+    assert wrong.stderr.startswith("usage: maxfactor bench [OPTIONS]")
+    right = run(app, ["bench", "--quick", "--optimizers", "AdamW"])
+    assert right.exit_code == 0, right.output
+    assert "quick: " in right.output
+
+
 def test_a_filter_that_matches_nothing() -> None:
     with pytest.raises(SystemExit, match=r"no optimizer has one of .*'MaxFactor plain'"):
         step_time.chosen(["nonsense"])

@@ -145,7 +145,7 @@ def test_trainings_are_not_done_twice(tmp_path: Path) -> None:
     page, best, hint = result.output.splitlines()[-3:]
     assert page == f"report:  {out / 'report.html'}"
     assert best.startswith("best:    ")
-    model, example = map(Path, hint.split()[2:])
+    model, example = map(Path, hint.split()[-2:])
     assert (model / "checkpoints").is_dir()
     assert example.stat().st_size > 1000
     assert (out / "report.html").stat().st_size > 10_000

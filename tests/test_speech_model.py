@@ -192,6 +192,15 @@ def test_muon_leaves_embeddings_to_adamw(codec: Codec) -> None:
     assert all(param.ndim == 2 for group in muon.param_groups for param in group["params"])
 
 
+@pytest.mark.parametrize(("given", "muons", "adamws"), [(None, 0.1, 0.01), (0.0, 0.0, 0.0)])
+def test_muons_decay_goes_to_adamw_too(
+    codec: Codec, given: float | None, muons: float, adamws: float
+) -> None:
+    muon, adamw = optimizers.make_optimizer(small_model(codec), "muon", weight_decay=given)
+    assert {group["weight_decay"] for group in muon.param_groups} == {muons}
+    assert {group["weight_decay"] for group in adamw.param_groups} == {adamws, 0.0}
+
+
 def test_vectors_are_not_decayed() -> None:
     [adamw] = optimizers.make_optimizer(nn.Linear(3, 2), "adamw", weight_decay=0.3)
     decays = {group["params"][0].ndim: group["weight_decay"] for group in adamw.param_groups}

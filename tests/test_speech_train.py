@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,18 +22,21 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from rich.console import Console
 from transformers import WhisperForConditionalGeneration
 from typer.testing import CliRunner
 
 import maxfactor
+from maxfactor import cli
 from maxfactor.cli import app
 from maxfactor.speech import checkpoint, files, synth, train
 from maxfactor.speech.audio import SAMPLE_RATE, InputError
+from maxfactor.speech.evaluate import Evaluation
 from maxfactor.speech.metrics import METRICS, Metrics
 from maxfactor.speech.preparation import Prepared, prepare
-from maxfactor.speech.progress import Pace
+from maxfactor.speech.progress import Bar, Pace
 from maxfactor.speech.settings import Settings, rate_factor
-from maxfactor.speech.shards import Shards
+from maxfactor.speech.shards import Shards, write_whole
 from maxfactor.speech.trainer import Trainer
 from noise import prepared as noise_prepared
 from noise import weights
@@ -164,13 +169,18 @@ def test_killed_at_a_random_step_it_goes_on_to_the_same_weights(
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(cache: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    process = start(out, cache, 3000)
+    out = tmp_path / "my out"
+    process = start(out, cache, 3000, "--tensorboard")
     wait_for_step(out, 3, process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate()
     assert process.returncode == 130, output
-    assert f"maxfactor train --resume --out {out}" in output
+    hint = output.splitlines()[-1].strip()
+    asked = f"--resume --out '{out}' --cache {cache} --workers 1 --tensorboard"
+    assert hint.endswith(f" -m maxfactor train {asked}")
+    program = shutil.which(shlex.split(hint)[0])
+    assert program is not None
+    assert Path(program) == Path(sys.executable)
     assert "Traceback" not in output
     step = checkpoint.load_training(checkpoint.checkpoints(out)[-1])["step"]
     assert 3 <= step < 3000
@@ -256,6 +266,18 @@ def test_the_rate_rises_and_falls() -> None:
         {"dtype": "int8"},
         {"optimizer": "sgd"},
         {"task": "songs"},
+        {"clip": -1.0},
+        {"clip": float("nan")},
+        {"weight_decay": float("nan")},
+        {"weight_decay": -1.0},
+        {"lr": -1.0},
+        {"utterances": 0},
+        {"utterances": -5},
+        {"validation_utterances": 0},
+        {"seed": -1},
+        {"seed": 2**63},
+        {"device": "foo"},
+        {"validation": "own.tsv"},
     ],
 )
 def test_wrong_settings_are_refused(change: dict[str, Any]) -> None:
@@ -303,6 +325,24 @@ def test_a_full_disk_leaves_the_last_checkpoint(
     with pytest.raises(InputError, match=r"step-00000004: cannot be written, the disk is full"):
         train.train(TINY, tmp_path, cache=cache, workers=1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("length", [0, 10, 5000])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(
+    cache: Path, tmp_path: Path, length: int
+) -> None:
+    options = ["train", "--resume", "--out", tmp_path, "--cache", cache, "--workers", 1]
+    train.train(TINY, tmp_path, cache=cache, workers=1)
+    last = checkpoint.checkpoints(tmp_path)[-1]
+    for seed in range(5):  # which decides what pickle stumbles over
+        (last / checkpoint.TRAINING).write_bytes(random.Random(seed).randbytes(length))
+        result = run(*options)
+        assert result.exit_code == 2, (result.output, result.exception)
+        [line] = result.stderr.splitlines()
+        assert f"{last / checkpoint.TRAINING}: cannot be read" in line
+        assert line.endswith("delete this folder to go on from the one before it")
+    shutil.rmtree(last)
+    assert run(*options).exit_code == 0
 
 
 def test_tensorboard_on_request(cache: Path, tmp_path: Path) -> None:
@@ -454,6 +494,15 @@ def wrong_transcribe(trained: Path, folder: Path) -> list[tuple[list[object], st
         (["transcribe", folder, example], f"{folder}: no config.json"),
         (["transcribe", broken, example], "broken: cannot be read as a Whisper"),
         (["transcribe", other, example], "other: holds a model of type 'bert'"),
+        (["transcribe", trained, example, "--device", "foo"], "device must be cpu, cuda"),
+        (["transcribe", trained, example, "--device", "cuda:99"], "use --device cpu"),
+        (["compare", "--jobs", "0", "--out", folder / "out"], "jobs must be at least 1, got 0"),
+        (["compare", "--out", noise], "noise.wav is a file; --out names a folder"),
+        (["compare", "--cache", noise, "--out", folder / "out"], "--cache names a folder"),
+        (
+            ["compare", "--model", folder / "gone", "--out", folder / "out"],
+            "gone: no config.json",
+        ),
     ]
 
 
@@ -480,6 +529,20 @@ def wrong_train(trained: Path, folder: Path) -> list[tuple[list[object], str]]:
         (["--data", folder / "single.tsv", *pair, "--model", trained], "no token for"),
         (["--task", "songs"], "task must be one of digits, sentences, got 'songs'"),
         (["--model", folder / "gone"], "gone: no config.json"),
+        (["--clip", "-1"], "clip must be finite and not negative, 0 is no clipping, got -1.0"),
+        (["--device", "foo"], "device must be cpu, cuda, cuda:1, …, got 'foo'"),
+        (["--device", "cuda:99"], "device cuda:99: torch finds"),
+        (["--device", "hpu"], "device hpu: torch cannot use it here; use --device cpu"),
+        (["--device", "meta"], "device meta: torch cannot use it here; use --device cpu"),
+        (["--workers", "0"], "workers must be at least 1, got 0"),
+        (["--validation", folder / "single.tsv"], "validation must come with data"),
+        (
+            ["--data", folder / "single.tsv", *pair, "--utterances", "2"],
+            "--utterances 2 is for speech that is synthesised; leave it out, or --data",
+        ),
+        (["--out", example], "example.wav is a file; --out names a folder"),
+        (["--out", example / "deeper"], "example.wav is a file; --out names a folder"),
+        (["--cache", example], "example.wav is a file; --cache names a folder"),
         (["--resume"], "--resume needs --out"),
         (["--resume", "--out", folder / "gone"], "settings.json: cannot be read"),
         (["--out", trained], "holds a training already"),
@@ -502,12 +565,76 @@ def test_wrong_input_is_told_in_one_line(trained: Path, tmp_path: Path, cache: P
         assert not out.exists()
 
 
-def test_options_are_settings() -> None:
+def test_what_would_fail_later_is_told_before_speech_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("speech is made")
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(synth, "synthesise", refuse)
+    monkeypatch.setitem(sys.modules, "lion_pytorch", None)
+    out = tmp_path / "out"
+    cases: list[tuple[list[object], str]] = [
+        (["train", "--optimizer", "lion"], "pip install lion-pytorch"),
+        (["compare", "--optimizers", "speech,lion"], "pip install lion-pytorch"),
+        (["train", "--model", tmp_path / "gone"], "gone: no config.json"),
+        (["compare", "--model", tmp_path / "gone"], "gone: no config.json"),
+        (["train", "--device", "cuda:99"], "torch finds"),
+        (["compare", "--device", "cuda:99"], "torch finds"),
+        (["train", "--out", tmp_path / "file"], "file is a file; --out"),
+        (["train", "--cache", tmp_path / "file"], "file is a file; --cache"),
+        (["train", "--out", tmp_path / ("a" * 300)], "cannot be written, "),
+    ]
+    for arguments, message in cases:
+        where = [] if "--out" in arguments else ["--out", out]
+        result = run(*arguments, *where)
+        assert result.exit_code == 2, (arguments, result.output, result.exception)
+        assert message in result.stderr
+        assert not out.exists()
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_commands_to_paste_name_the_program_as_it_was_called(
+    found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {"maxfactor": "/bin/maxfactor", "python": sys.executable} if found else {}
+    monkeypatch.setattr(cli, "which", places.get)
+    monkeypatch.setattr(sys, "argv", ["/my env/bin/maxfactor"])
+    assert cli._command() == ("maxfactor" if found else "'/my env/bin/maxfactor'")
+    monkeypatch.setattr(sys, "argv", ["/env/lib/maxfactor/__main__.py"])
+    python = "python" if found else shlex.quote(sys.executable)
+    assert cli._command() == f"{python} -m maxfactor"
+
+
+def test_the_bar_shows_the_last_error_rate() -> None:
+    shown = io.StringIO()
+    bar = Bar(Console(file=shown, force_terminal=True, width=150))
+    bar.begin("training", 2)
+    for step, wer in ((1, 0.25), (2, 0.5)):
+        bar.pace(Pace(step, 1.0, 0.1, 0.1, 1.0, 1.0))
+        bar.evaluated(step, Evaluation(wer, 0.1, []))
+    bar.close()
+    frames = [line for line in shown.getvalue().splitlines() if "2/2" in line]
+    assert "WER 50.0%" in frames[-1]
+
+
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"file/one: cannot be written, "):
+        write_whole(tmp_path / "file" / "one", b"content")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [{"data": "d", "validation": "v"}, {"utterances": 5, "validation_utterances": 6}],
+    ids=["recorded", "synthesised"],
+)
+def test_options_are_settings(source: dict[str, Any]) -> None:
     """A setting that the command cannot set, or an option that goes nowhere, is a mistake."""
     called: dict[str, Any] = {}
     settings = {
-        "task": "sentences", "language": "de", "data": "d", "validation": "v", "utterances": 5,
-        "validation_utterances": 6,
+        "task": "sentences", "language": "de", **source,
         "model": "tiny", "optimizer": "adamw", "lr": 0.5, "weight_decay": 0.2,
         "schedule": "linear", "warmup": 0.3, "clip": 2.0, "steps": 7, "batch_size": 3,
         "grad_accum": 2, "dtype": "bf16", "device": "cpu", "seed": 9, "spec_augment": True,
@@ -527,8 +654,9 @@ def test_options_are_settings() -> None:
         else:
             options += [f"--{option}", value]
     patch_train(record, lambda: run("train", *options))
-    assert called.pop("out") == Path("runs/d-adamw")
-    assert called == settings
+    assert called.pop("out") == Path(f"runs/{source.get('data', 'sentences')}-adamw")
+    left = {"data": None, "validation": None, "utterances": None, "validation_utterances": 256}
+    assert called == {**left, **settings}
 
 
 def patch_train(replacement: Callable[..., None], call: Callable[[], object]) -> None:

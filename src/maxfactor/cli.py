@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
@@ -207,6 +208,9 @@ def bench(
     optimizers: Annotated[str, typer.Option(help="words from their names")] = "",
     repeats: Annotated[int, typer.Option(help="timed steps of each")] = 11,
     out: Annotated[Path | None, typer.Option(help="a JSON file for the results")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="a tiny model and three steps, to see whether it works")
+    ] = False,
 ) -> None:
     """Measure how long a step takes: ours, torch's, and other packages' optimizers.
 
@@ -216,7 +220,9 @@ def bench(
 
     given = ["--device", device, "--model", model, "--repeats", str(repeats)]
     given += ["--dtype", *(dtype or ["float32"]), "--optimizers", *optimizers.split()]
-    measure(given if out is None else [*given, "--out", str(out)])
+    given += ["--quick"] if quick else []
+    given += ["--out", str(out)] if out is not None else []
+    measure(given, prog="maxfactor bench")
 
 
 def main() -> None:
@@ -234,9 +240,17 @@ def _settings(given: dict[str, Any], out: Path | None, resume: bool) -> Settings
     before = read_settings(out) if resume and out is not None else None
     given = {name: value for name, value in given.items() if value is not None}
     try:
-        return Settings(**given) if before is None else replace(before, **given)
+        settings = Settings(**given) if before is None else replace(before, **given)
     except ValueError as error:
         raise InputError(str(error)) from error
+    for name in ("utterances", "validation_utterances"):
+        if name in given and settings.data is not None:
+            option = name.replace("_", "-")
+            raise InputError(
+                f"--{option} {given[name]} is for speech that is synthesised; leave it out, or "
+                f"--data {settings.data}"
+            )
+    return settings
 
 
 def _default_out(settings: Settings) -> Path:
@@ -277,7 +291,9 @@ def _train(
     if result.evaluation is None:
         if is_first():
             typer.echo(f"stopped and saved at step {result.step}; to go on:")
-            typer.echo(f"  {_launcher(shard, result.trainer.ranks.world)} --resume --out {out}")
+            launcher = _launcher(shard, result.trainer.ranks.world)
+            again = shlex.join(_again(out, cache, workers, tensorboard))
+            typer.echo(f"  {launcher} {again}")
         raise typer.Exit(INTERRUPTED)
     if is_first():
         _summary(settings, out, result, result.evaluation)
@@ -285,8 +301,16 @@ def _train(
 
 def _launcher(shard: str | None, world: int) -> str:
     if shard is None:
-        return "maxfactor train"
+        return f"{_command()} train"
     return f"torchrun --nproc-per-node {world} -m maxfactor train --shard {shard}"
+
+
+def _again(out: Path, cache: Path | None, workers: int | None, tensorboard: bool) -> list[str]:
+    """The options that going on needs: those that are not among the settings of a folder."""
+    options = ["--resume", "--out", str(out)]
+    options += ["--cache", str(cache)] if cache is not None else []
+    options += ["--workers", str(workers)] if workers is not None else []
+    return options + (["--tensorboard"] if tensorboard else [])
 
 
 def _compare(
@@ -303,12 +327,19 @@ def _compare(
     from maxfactor.speech.audio import InputError, write
     from maxfactor.speech.compare import RUNS, Plan, compare
     from maxfactor.speech.preparation import prepare
-    from maxfactor.speech.shards import write_whole
+    from maxfactor.speech.shards import check_writable, write_whole
+    from maxfactor.speech.train import check_beforehand, check_model
 
     try:
         plan = Plan(settings, names, seeds, tune, same_time)
     except ValueError as error:
         raise InputError(str(error)) from error
+    if jobs < 1:
+        raise InputError(f"jobs must be at least 1, got {jobs}")
+    for name in names:
+        check_beforehand(replace(settings, optimizer=name), cache)
+    check_model(settings)
+    check_writable(out, "--out")
     outcomes = compare(plan, out, jobs, cache, typer.echo)
     what = settings.task if settings.data is None else settings.data
     page = out / "report.html"
@@ -335,13 +366,16 @@ def _summary(settings: Settings, out: Path, result: Result, evaluation: Evaluati
     typer.echo(f"model:   {result.checkpoint}")
     typer.echo(f"metrics: {out / METRICS}")
     typer.echo("try it:")
-    typer.echo(f"  {_command()} transcribe {out} {example}")
+    typer.echo(f"  {_command()} transcribe {shlex.join([str(out), str(example)])}")
 
 
 def _command() -> str:
-    """How this program is called: by its name where that is found, else as it was called now."""
+    """How this program is called, for a shell: by a name that is found, else by its path."""
     called = Path(sys.argv[0])
-    return str(called) if called.name == "maxfactor" and not which("maxfactor") else "maxfactor"
+    if called.stem == "maxfactor":
+        return "maxfactor" if which("maxfactor") else shlex.quote(str(called))
+    names = [name for name in ("python", "python3") if which(name) == sys.executable]
+    return f"{(names or [shlex.quote(sys.executable)])[0]} -m maxfactor"
 
 
 @contextmanager

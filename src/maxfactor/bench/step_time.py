@@ -492,10 +492,13 @@ def circumstances(device: str) -> dict[str, Any]:
     return {"date": today, "machine": machine(device), "versions": versions()}
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+def arguments(argv: Sequence[str] | None, prog: str | None = None) -> argparse.Namespace:
+    """The command line, of a command that has its own help where its name is given."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=prog,
+        usage=None if prog is None else f"{prog} [OPTIONS], see {prog} --help",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--model", choices=MODELS, default="whisper-tiny")
@@ -514,9 +517,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> dict[str, Any]:
     """Measure, print, write."""
-    args = arguments(argv)
+    args = arguments(argv, prog)
     model, contenders = shapes(args.model), chosen(args.optimizers)
     print(f"{args.model}: {len(model)} tensors, {elements(model) / 1e6:.1f} M parameters")
     reports: list[Report] = []

@@ -113,8 +113,11 @@ def load_training(folder: Path) -> dict[str, Any]:
     path = folder / TRAINING
     try:
         training: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError) as error:
-        raise InputError(f"{path}: cannot be read, {_reason(error)}") from error
+    except Exception as error:  # a damaged file can make torch and pickle raise anything
+        reason = _reason(error) if isinstance(error, OSError) else "it is damaged"
+        raise InputError(
+            f"{path}: cannot be read, {reason}; delete this folder to go on from the one before it"
+        ) from error
     return training
 
 
@@ -158,23 +161,30 @@ def load_whole(model: nn.Module, optimizers: Sequence[Optimizer], whole: Sequenc
         )
 
 
-def load_model(folder: Path) -> tuple[WhisperForConditionalGeneration, Codec]:
-    """Read a Whisper and its tokenizer from a folder: a checkpoint, a training, or any other."""
+def find_model(folder: Path) -> Path:
+    """The folder of a Whisper: the last checkpoint of a training, or the one that is given."""
     source = checkpoints(folder)[-1] if checkpoints(folder) else folder
     if not (source / "config.json").is_file():
         raise InputError(f"{folder}: no config.json, so this is not the folder of a model")
     try:
         kind = json.loads((source / "config.json").read_text()).get("model_type")
-        if kind != "whisper":
-            raise InputError(f"{folder}: holds a model of type {kind!r}, only 'whisper' will do")
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"{folder}: cannot be read as a Whisper, {_reason(error)}") from error
+    if kind != "whisper":
+        raise InputError(f"{folder}: holds a model of type {kind!r}, only 'whisper' will do")
+    return source
+
+
+def load_model(folder: Path) -> tuple[WhisperForConditionalGeneration, Codec]:
+    """Read a Whisper and its tokenizer from a folder: a checkpoint, a training, or any other."""
+    source = find_model(folder)
+    try:
         with _quiet():
             model = WhisperForConditionalGeneration.from_pretrained(
                 source, local_files_only=True, dtype=torch.float32
             )
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(f"{folder}: cannot be read as a Whisper, {_reason(error)}") from error
     # Sinusoids, which Whisper never trains; reading them from a file makes them trainable.
     model.model.encoder.embed_positions.requires_grad_(False)

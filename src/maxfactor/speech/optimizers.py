@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,6 +52,14 @@ def check_cut(name: str, cuts: bool) -> None:
         )
 
 
+def check_installed(name: str) -> None:
+    """Refuse an optimizer whose package is not there, or not new enough."""
+    if name == "lion" and find_spec("lion_pytorch") is None:
+        raise InputError("optimizer lion needs `pip install lion-pytorch`")
+    if name == "muon" and not hasattr(torch.optim, "Muon"):
+        raise InputError(f"optimizer muon needs torch 2.9 or newer, this is {torch.__version__}")
+
+
 def make_optimizer(
     model: nn.Module,
     name: str,
@@ -64,7 +73,8 @@ def make_optimizer(
         model: Whose parameters are trained, those that want a gradient.
         name: One of `names()`.
         lr: The highest rate; None takes `default_lr`.
-        weight_decay: Of matrices; None takes the recipe's, 0.01 for peers, 0.1 for Muon.
+        weight_decay: Of matrices; None takes the recipe's, 0.01 for peers, 0.1 for what Muon
+            itself handles.
         capturable: Whether CUDA graphs of steps are wanted, from those that can: ours with Triton,
             and AdamW.
 
@@ -75,6 +85,7 @@ def make_optimizer(
     """
     lr = default_lr(name) if lr is None else lr
     _check(name)
+    check_installed(name)
     params = [param for param in model.parameters() if param.requires_grad]
     decay = 0.01 if weight_decay is None else weight_decay
     if name not in PEERS:
@@ -88,13 +99,11 @@ def make_optimizer(
         return [torch.optim.Adafactor(_by_decay(params, decay), lr)]
     if name == "lion":
         return [_lion(params, lr, decay)]
-    return _muon(model, lr, 0.1 if weight_decay is None else weight_decay)
+    return _muon(model, lr, 0.1 if weight_decay is None else weight_decay, decay)
 
 
-def _muon(model: nn.Module, lr: float, decay: float) -> list[Optimizer]:
+def _muon(model: nn.Module, lr: float, decay: float, rest_decay: float) -> list[Optimizer]:
     """Muon for the weights of hidden linear layers, AdamW for the rest."""
-    if not hasattr(torch.optim, "Muon"):
-        raise InputError(f"optimizer muon needs torch 2.9 or newer, this is {torch.__version__}")
     embedded = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
     hidden = {
         id(one.weight): one.weight
@@ -106,7 +115,7 @@ def _muon(model: nn.Module, lr: float, decay: float) -> list[Optimizer]:
     rest = [one for one in model.parameters() if one.requires_grad and id(one) not in hidden]
     return [
         torch.optim.Muon(hidden.values(), lr, weight_decay=decay),
-        _adamw(rest, lr * REST_OF_MUON, 0.01),
+        _adamw(rest, lr * REST_OF_MUON, rest_decay),
     ]
 
 
@@ -120,10 +129,8 @@ def _adamw(
 
 
 def _lion(params: list[nn.Parameter], lr: float, decay: float) -> Optimizer:
-    try:
-        from lion_pytorch import Lion
-    except ImportError as error:
-        raise InputError("optimizer lion needs `pip install lion-pytorch`") from error
+    from lion_pytorch import Lion
+
     lion: Optimizer = Lion(_by_decay(params, decay), lr=lr, betas=(0.9, 0.98))
     return lion
 

@@ -133,6 +133,7 @@ class Bar(Lines):
         self._progress.start()
         self._task = self._progress.add_task("", status="", visible=False)
         self._wer = ""
+        self._last: Pace | None = None
 
     def begin(self, what: str, total: int, done: int = 0) -> None:
         """Start the bar anew."""
@@ -147,6 +148,7 @@ class Bar(Lines):
 
     def pace(self, pace: Pace) -> None:
         """Show how it goes beside the bar."""
+        self._last = pace
         status = (
             f"loss {pace.loss:.3f}  {self._wer}lr {pace.effective_lr:.1e}  "
             f"{pace.steps_per_second:.1f} steps/s"
@@ -157,6 +159,8 @@ class Bar(Lines):
         """Keep the error rate beside the bar."""
         super().evaluated(step, evaluation)
         self._wer = f"WER {evaluation.wer:.1%}  "
+        if self._last is not None:
+            self.pace(self._last)
 
     def close(self) -> None:
         """Take the bar down."""

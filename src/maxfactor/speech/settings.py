@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 SETTINGS = "settings.json"
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 MOST_UTTERANCES = 24_000  # synthesised unless asked for more
+SEEDS = 2**63  # what torch and numpy both take
+COUNTS = (
+    "utterances",
+    "validation_utterances",
+    "steps",
+    "batch_size",
+    "grad_accum",
+    "evaluate_every",
+    "keep",
+)
 
 
 @dataclass(frozen=True)
@@ -82,26 +92,58 @@ class Settings:
         default_lr(self.optimizer)
         _check_choice("schedule", self.schedule, SCHEDULES)
         _check_choice("dtype", self.dtype, DTYPES)
-        for name in ("steps", "batch_size", "grad_accum", "evaluate_every", "keep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in COUNTS:
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
         if not 0.0 <= self.warmup < 1.0:
             raise ValueError(f"warmup must lie in [0, 1), got {self.warmup}")
         if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0.0):
             raise ValueError(f"lr must be finite and positive, got {self.lr}")
+        _check_not_negative("weight_decay", self.weight_decay, "0 is none")
+        _check_not_negative("clip", self.clip, "0 is no clipping")
+        if not 0 <= self.seed < SEEDS:
+            raise ValueError(f"seed must lie in [0, 2^63), got {self.seed}")
+        if self.validation is not None and self.data is None:
+            raise ValueError(f"validation must come with data, got {self.validation!r} alone")
+        if self.device != "auto":
+            parse_device(self.device)
 
     @property
     def utterance_count(self) -> int:
         """How many utterances to synthesise for training."""
         used = self.steps * self.batch_size * self.grad_accum
-        return self.utterances or min(used, MOST_UTTERANCES)
+        return min(used, MOST_UTTERANCES) if self.utterances is None else self.utterances
 
     @property
     def torch_device(self) -> torch.device:
         """The device to train on; "auto" is a GPU where there is one."""
         if self.device != "auto":
-            return torch.device(self.device)
+            return find_device(self.device)
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def parse_device(name: str) -> torch.device:
+    """The device of a name, which need not be there."""
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"device must be cpu, cuda, cuda:1, …, got {name!r}") from error
+
+
+def find_device(name: str) -> torch.device:
+    """The device of a name, which must be there and compute."""
+    device = parse_device(name)
+    if device.type == "cuda":  # asked without starting it: a process of its own may use it
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= found:
+            raise InputError(f"device {name}: torch finds {found} CUDA devices; use --device cpu")
+        return device
+    try:
+        torch.ones(1, device=device).item()  # whether it computes at all, before anything waits
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        raise InputError(f"device {name}: torch cannot use it here; use --device cpu") from error
+    return device
 
 
 def _cosine(share: float) -> float:
@@ -143,6 +185,11 @@ def check_same(out: Path, settings: Settings) -> None:
             raise InputError(
                 f"{out}: was started with {field.name}={old!r}, cannot go on with {new!r}"
             )
+
+
+def _check_not_negative(name: str, value: float | None, zero: str) -> None:
+    if value is not None and not (math.isfinite(value) and value >= 0.0):
+        raise ValueError(f"{name} must be finite and not negative, {zero}, got {value}")
 
 
 def _check_choice(name: str, value: str, choices: Any) -> None:

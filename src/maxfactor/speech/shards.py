@@ -11,6 +11,7 @@ import errno
 import os
 from bisect import bisect_right
 from collections import OrderedDict
+from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -125,9 +126,31 @@ def write_whole(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # as where its folder is a file; the first error is the one to tell
+            partial.unlink()
         reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
         raise InputError(f"{path}: cannot be written, {reason}") from error
+
+
+def check_writable(folder: Path, option: str) -> None:
+    """Refuse a folder that cannot be made or written in, before work is spent on it.
+
+    Args:
+        folder: Where files will be; it is not made here.
+        option: What to name another one by.
+    """
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:  # a name that is too long, a folder that must not be looked into
+        raise InputError(
+            f"{folder}: cannot be written, {error.strerror}; {option} names another"
+        ) from error
+    if not there.is_dir():
+        raise InputError(f"{folder}: cannot be written, {there} is a file; {option} names a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(
+            f"{folder}: cannot be written, permission denied in {there}; {option} names another"
+        )
 
 
 def shard_lengths(path: Path) -> NDArray[np.int32]:

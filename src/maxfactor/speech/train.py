@@ -7,6 +7,7 @@ import signal
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,17 +15,17 @@ import torch
 from maxfactor.speech import checkpoint
 from maxfactor.speech.audio import InputError
 from maxfactor.speech.metrics import Metrics, NoMetrics
-from maxfactor.speech.optimizers import check_cut
+from maxfactor.speech.model import SIZES
+from maxfactor.speech.optimizers import check_cut, check_installed
 from maxfactor.speech.parallel import Alone, check_batch, started
 from maxfactor.speech.preparation import Prepared, prepare
 from maxfactor.speech.progress import Pace, Reporter, Silent
-from maxfactor.speech.settings import SETTINGS, Settings, check_same
-from maxfactor.speech.shards import write_whole
+from maxfactor.speech.settings import SETTINGS, Settings, check_same, find_device
+from maxfactor.speech.shards import check_writable, write_whole
 from maxfactor.speech.trainer import Trainer, repeatable
 
 if TYPE_CHECKING:
     from collections import abc
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -73,6 +74,7 @@ def train(
         shard: "ddp", "fsdp" or "hsdp", in processes that `torchrun` started: how the model is
             spread over them. The first process alone writes and tells.
     """
+    check_beforehand(settings, cache, workers)
     with started(shard, settings.torch_device) as ranks:
         reporter = reporter if reporter is not None and ranks.rank == 0 else Silent()
         check_batch(settings.batch_size, ranks.world)
@@ -178,17 +180,43 @@ def _is_evaluation(settings: Settings, step: int) -> bool:
     return step % settings.evaluate_every == 0 or step == settings.steps
 
 
+def check_beforehand(
+    settings: Settings, cache: Path | None = None, workers: int | None = None
+) -> None:
+    """Refuse at once what would fail only in the middle of the work."""
+    if settings.device != "auto":
+        find_device(settings.device)
+    check_installed(settings.optimizer)
+    if workers is not None and workers < 1:
+        raise InputError(f"workers must be at least 1, got {workers}")
+    if cache is not None and not cache.is_dir():  # one that only can be read will do if it is full
+        check_writable(cache, "--cache")
+
+
+def check_model(settings: Settings) -> None:
+    """Refuse a model that is not there, before any speech is synthesised for it."""
+    if settings.model not in SIZES:
+        checkpoint.find_model(Path(settings.model))
+
+
 def check_folder(out: Path, settings: Settings, resume: bool) -> Path | None:
-    """The checkpoint to go on from, if asked to; refuse to mix two trainings in a folder."""
+    """The checkpoint to go on from, if asked to; refuse to mix two trainings in a folder.
+
+    A folder that cannot be written is refused too, and a model to begin from that is not there.
+    """
+    check_writable(out, "--out")
     found = checkpoint.checkpoints(out)
     if not resume:
         if found:
             raise InputError(
                 f"{out}: holds a training already; --resume goes on with it, --out names another"
             )
-        return None
-    check_same(out, settings)
-    return found[-1] if found else None
+    else:
+        check_same(out, settings)
+    if found:
+        return found[-1]
+    check_model(settings)
+    return None
 
 
 def _agreed(ranks: Alone, asked: abc.Callable[[], bool]) -> abc.Callable[[], bool]:

@@ -11,6 +11,7 @@ from maxfactor.speech.checkpoint import load_model
 from maxfactor.speech.evaluate import transcribe
 from maxfactor.speech.features import GRAIN, log_mel
 from maxfactor.speech.model import POSITIONS_PER_SECOND
+from maxfactor.speech.settings import find_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,15 +28,16 @@ def transcribe_files(
         paths: Audio files of any rate, mono or stereo.
         device: Where to compute.
     """
+    place = find_device(device)
     model, codec = load_model(model_folder)
     longest = model.config.max_source_positions // POSITIONS_PER_SECOND
     for path in paths:
         seconds = samples_in(path) / SAMPLE_RATE
         if seconds > longest:
             raise InputError(f"{path}: {seconds:.1f} s long, this model takes {longest} at most")
-    model.to(device)  # type: ignore[arg-type]  # mistaken by a decorator's types
+    model.to(place)  # type: ignore[arg-type]  # mistaken by a decorator's types
     for path in paths:
-        wave = torch.from_numpy(read(path)).to(device)
+        wave = torch.from_numpy(read(path)).to(place)
         wave = torch.nn.functional.pad(wave, (0, -len(wave) % GRAIN))
         features = log_mel(wave[None], model.config.num_mel_bins)
         [text] = transcribe(model, codec, features)
