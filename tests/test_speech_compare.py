@@ -14,11 +14,15 @@ import pytest
 from typer.testing import CliRunner
 
 from maxfactor.cli import app
+from maxfactor.guard import given_up
 from maxfactor.report import report
 from maxfactor.speech import compare as comparing
 from maxfactor.speech.audio import InputError
 from maxfactor.speech.compare import Outcome, Plan, Run, compare
+from maxfactor.speech.optimizers import default_lr
 from maxfactor.speech.settings import Settings
+from maxfactor.speech.train import DivergedError, train
+from maxfactor.speech.trainer import Trainer
 
 BASE = Settings(
     steps=2, batch_size=2, utterances=8, validation_utterances=2, evaluate_every=1, device="cpu"
@@ -28,7 +32,7 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-headless-shell")
 
 def outcome(label: str = "adamw", **changes: Any) -> Outcome:
     """An outcome as good as a real one; two evaluations, of which the last is `wer`."""
-    wer = changes.get("wer", 0.2)
+    wer = changes.get("wer", 0.2) or 0.0
     lines = [
         {"step": 10, "loss": 2.0, "seconds": 1.0},
         {"step": 10, "wer": 2 * wer, "cer": 0.2, "seconds": 1.0},
@@ -76,7 +80,7 @@ def test_everybody_gets_the_same_data_seeds_and_steps(
     assert [(run.settings.optimizer, run.settings.seed) for run in seen] == [
         ("speech", 5), ("speech", 6), ("adamw", 5), ("adamw", 6),
     ]  # fmt: skip
-    same = {replace(run.settings, optimizer="adamw", seed=0) for run in seen}
+    same = {replace(run.settings, optimizer="adamw", lr=None, seed=0) for run in seen}
     assert len(same) == 1
     assert len({run.folder for run in seen}) == 4
 
@@ -122,7 +126,7 @@ def test_trainings_are_not_done_twice(tmp_path: Path) -> None:
     first = compare(plan, out, 2, cache, said.append)
     again = compare(plan, out, 2, cache, said.append)
     assert first == again
-    assert len(said) == 2
+    assert len([line for line in said if "ended" in line]) == 2
     speech, adamw = first
     assert speech.label == "speech"
     assert adamw.state_bytes / adamw.parameters == pytest.approx(8.0, abs=0.1)
@@ -149,6 +153,127 @@ def test_trainings_are_not_done_twice(tmp_path: Path) -> None:
     assert (model / "checkpoints").is_dir()
     assert example.stat().st_size > 1000
     assert (out / "report.html").stat().st_size > 10_000
+
+
+def test_tuning_goes_on_in_the_folder_of_a_comparison() -> None:
+    plain, tuning = Plan(BASE, ["speech"]), Plan(BASE, ["speech"], tune=True)
+    tried = tuning.run("speech", default_lr("speech"), 0)
+    assert plain.run("speech", None, 0) == tried
+
+
+def test_a_tie_of_rates_goes_by_letters_then_by_loss() -> None:
+    def tried(lr: float, cer: float | None, loss: float) -> Outcome:
+        wer = None if cer is None else 1.0
+        return outcome(lr=lr, wer=wer, cer=cer, metrics=[{"step": 1, "seconds": 1.0, "loss": loss}])
+
+    runs = [tried(0.1, 0.9, 1.0), tried(0.2, 0.8, 2.0), tried(0.3, 0.8, 1.5), tried(0.4, None, 0.1)]
+    assert comparing._best_rate(runs, "adamw") == 0.3
+    assert comparing._best_rate([tried(0.8, None, 1.0), tried(0.4, None, 1.0)], "adamw") == 0.4
+
+
+def spoilt(monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
+    """Have the weights of an optimizer's trainings turn to NaN, in this process."""
+    step = Trainer.train_step
+
+    def train_step(trainer: Trainer, batches: Any) -> Any:
+        loss = step(trainer, batches)
+        if trainer.settings.optimizer == optimizer:
+            next(trainer.model.parameters()).data.fill_(float("nan"))
+        return loss
+
+    class Here:
+        """A pool that works in this process."""
+
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def __enter__(self) -> Here:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def imap_unordered(self, work: Any, runs: Any) -> Any:
+            return map(work, runs)
+
+    class Context:
+        Pool = Here
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(comparing.multiprocessing, "get_context", lambda _: Context)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "speech"])
+def test_a_training_that_turns_to_nan_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, optimizer: str
+) -> None:
+    spoilt(monkeypatch, optimizer)
+    settings = replace(BASE, optimizer=optimizer, lr=0.25)
+    with pytest.raises(DivergedError, match=r"the loss is nan at step 2; lower --lr.* 0\.25"):
+        train(settings, tmp_path / "out", cache=tmp_path / "cache")
+
+
+def test_an_optimizer_that_gives_up_ends_a_training_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def check(_: Trainer) -> None:
+        raise given_up(20, ["weight"])
+
+    monkeypatch.setattr(Trainer, "check", check)
+    with pytest.raises(InputError, match="step 1: 20 steps in a row were skipped"):
+        train(BASE, tmp_path / "out", cache=tmp_path / "cache")
+
+
+def test_one_step_without_a_loss_ends_no_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    step = Trainer.train_step
+
+    def train_step(trainer: Trainer, batches: Any) -> Any:
+        loss = step(trainer, batches)
+        return loss if trainer.step > 1 else loss * float("nan")
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    settings = replace(BASE, evaluate_every=2)
+    assert train(settings, tmp_path / "out", cache=tmp_path / "cache").evaluation is not None
+
+
+def test_who_diverges_is_said_so_and_ends_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spoilt(monkeypatch, "speech")
+    said: list[str] = []
+    plan = Plan(BASE, ["speech", "adamw"], same_time=True)
+    first = compare(plan, tmp_path / "out", 1, tmp_path / "cache", said.append)
+    assert [one.wer is None for one in first] == [True, False]
+    assert any("speech" in line and "diverged" in line for line in said)
+    monkeypatch.setattr(comparing, "train", None)  # nothing is done again
+    assert compare(plan, tmp_path / "out", 1, tmp_path / "cache", said.append) == first
+    cells = rows(report(first, "Speech"))
+    assert cells["speech"][2] == "diverged"
+    assert cells["adamw"][2].endswith("%")
+
+
+def test_a_report_of_nothing_but_divergence() -> None:
+    lost = [outcome("fam", wer=None, cer=None, metrics=[], examples=[], seed=n) for n in (0, 1)]
+    page = report(lost, "Speech")
+    assert rows(page)["fam"][2] == "diverged"
+    assert 'class="best"' not in page
+    some = [*lost[:1], outcome("fam", wer=0.01, seed=1), outcome("adamw", wer=0.5)]
+    cells = rows(report(some, "Speech"))
+    assert cells["fam"][2] == "1.0%, 1 of 2 diverged"
+    assert comparing.best_label(some) == "adamw"
+
+
+def test_the_best_is_so_in_the_mean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lucky = [outcome("fam", wer=0.01), outcome("fam", wer=0.9, seed=1)]
+    steady = [outcome("adamw", wer=0.2), outcome("adamw", wer=0.1, seed=1)]
+    monkeypatch.setattr(comparing, "compare", lambda *_: [*lucky, *steady])
+    options = "--seeds=2 --steps=2 --batch-size=2 --utterances=8 --validation-utterances=2"
+    where = [f"--out={tmp_path / 'out'}", f"--cache={tmp_path / 'cache'}"]
+    result = CliRunner().invoke(app, ["compare", *options.split(), "--device=cpu", *where])
+    assert result.exit_code == 0, result.output
+    best, hint = result.output.splitlines()[-2:]
+    assert best == "best:    adamw, WER 15.0% (mean of 2 seeds). Try it:"
+    assert Path(hint.split()[2]).name == steady[1].folder
 
 
 def test_a_wrong_name_is_told_in_one_line(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def train(
 @app.command()
 def compare(
     optimizers: Annotated[
-        str, typer.Option(help="names; the others get as much time as the first")
+        str, typer.Option(help="names; with --same-time, the first one's time is what others get")
     ] = "speech,adamw",
     seeds: Annotated[int, typer.Option(help="how many for each")] = 1,
     tune: Annotated[bool, typer.Option("--tune", help="look for each one's best rate")] = False,
@@ -301,7 +301,7 @@ def _compare(
 ) -> None:
     from maxfactor.report import report
     from maxfactor.speech.audio import InputError, write
-    from maxfactor.speech.compare import RUNS, Plan, compare
+    from maxfactor.speech.compare import RUNS, Plan, best_label, by_quality, compare, mean_wer
     from maxfactor.speech.preparation import prepare
     from maxfactor.speech.shards import write_whole
 
@@ -313,11 +313,16 @@ def _compare(
     what = settings.task if settings.data is None else settings.data
     page = out / "report.html"
     write_whole(page, report(outcomes, f"Optimizers compared: {what}, {settings.model}").encode())
-    best = min(outcomes, key=lambda one: one.wer)
     example = out / "example.wav"
     write(example, prepare(settings, cache).validation[0].samples)
     typer.echo(f"report:  {page}")
-    typer.echo(f"best:    {best.label}, WER {best.wer:.1%}. Try it:")
+    label = best_label(outcomes)
+    group = [one for one in outcomes if one.label == label]
+    best = min(group, key=by_quality)
+    if best.wer is None:
+        raise InputError("all trainings diverged; lower rates, or more warm-up, may mend it")
+    counted = "" if len(group) == 1 else f" (mean of {len(group)} seeds)"
+    typer.echo(f"best:    {label}, WER {mean_wer(group):.1%}{counted}. Try it:")
     typer.echo(f"  {_command()} transcribe {out / RUNS / best.folder} {example}")
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
+from maxfactor.speech.compare import best_label, finished, mean_wer
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -78,7 +80,8 @@ def _page(
     if heat_maps:
         parts.append("<h2>How long the frequency-adaptive momentum remembers</h2>")
         parts += [_embedded(heat_map) for heat_map in heat_maps]
-    parts.append(f"<h2>Examples</h2>{_examples(groups)}")
+    if any(finished(group) for group in groups.values()):
+        parts.append(f"<h2>Examples</h2>{_examples(groups)}")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
@@ -199,7 +202,9 @@ def _embedded(figure: go.Figure, with_library: bool = False) -> str:
 def _headline(groups: dict[str, list[Outcome]]) -> str:
     """The result in one sentence."""
     parts = [
-        f"{label} {_wer(group):.1%} in {mean(one.seconds for one in group):.0f} s"
+        f"{label} {_wer(group)} in {mean(one.seconds for one in finished(group)):.0f} s"
+        if finished(group)
+        else f"{label} diverged"
         for label, group in groups.items()
     ]
     seeds = len(next(iter(groups.values())))
@@ -212,10 +217,10 @@ def _table(groups: dict[str, list[Outcome]], colors: dict[str, str]) -> str:
         "Optimizer", "lr", "Steps", "WER", "CER", f"Steps to {TARGET:.0%} WER", "Step, ms",
         "Training, s", "State, B/param", "Peak memory, MB",
     )  # fmt: skip
-    best = min(groups, key=lambda label: _wer(groups[label]))
+    best = best_label([one for group in groups.values() for one in group])
     rows = []
     for label, group in groups.items():
-        kind = ' class="best"' if label == best else ""
+        kind = ' class="best"' if label == best and finished(group) else ""
         swatch = f'<span class="swatch" style="background:{colors[label]}"></span>'
         cells = "".join(f"<td>{cell}</td>" for cell in _cells(group))
         rows.append(f"<tr{kind}><td>{swatch}{escape(label)}</td>{cells}</tr>")
@@ -225,19 +230,31 @@ def _table(groups: dict[str, list[Outcome]], colors: dict[str, str]) -> str:
 
 def _cells(group: Sequence[Outcome]) -> list[str]:
     first = group[0]
-    spread = f" ± {stdev(one.wer for one in group):.1%}" if len(group) > 1 else ""
-    reached = _steps_to_target(group)
+    known = [f"{first.lr:g}", f"{first.steps}"]
+    ended = finished(group)
+    if not ended:
+        return [*known, "diverged", *["—"] * 6]
+    lost = len(group) - len(ended)
+    reached = _steps_to_target(ended)
     return [
-        f"{first.lr:g}",
-        f"{first.steps}",
-        f"{_wer(group):.1%}{spread}",
-        f"{mean(one.cer for one in group):.1%}",
+        *known,
+        _wer(ended) + _spread(ended) + (f", {lost} of {len(group)} diverged" if lost else ""),
+        f"{mean(one.cer for one in ended if one.cer is not None):.1%}",
         "not reached" if reached is None else str(reached),
-        f"{mean(one.step_ms for one in group):.0f}",
-        f"{mean(one.seconds for one in group):.0f}",
-        f"{first.state_bytes / first.parameters:.2f}",
-        f"{mean(one.peak_bytes for one in group) / 2**20:.0f}",
+        f"{mean(one.step_ms for one in ended):.0f}",
+        f"{mean(one.seconds for one in ended):.0f}",
+        f"{ended[0].state_bytes / ended[0].parameters:.2f}",
+        f"{mean(one.peak_bytes for one in ended) / 2**20:.0f}",
     ]
+
+
+def _wer(group: Sequence[Outcome]) -> str:
+    return f"{mean_wer(group):.1%}"
+
+
+def _spread(group: Sequence[Outcome]) -> str:
+    rates = [one.wer for one in group if one.wer is not None]
+    return f" ± {stdev(rates):.1%}" if len(rates) > 1 else ""
 
 
 def _steps_to_target(group: Sequence[Outcome]) -> int | None:
@@ -252,7 +269,11 @@ def _steps_to_target(group: Sequence[Outcome]) -> int | None:
 
 def _examples(groups: dict[str, list[Outcome]]) -> str:
     """What was said, and what each wrote; words that were not said stand out."""
-    firsts = {label: group[0].examples[:EXAMPLES] for label, group in groups.items()}
+    firsts = {
+        label: finished(group)[0].examples[:EXAMPLES]
+        for label, group in groups.items()
+        if finished(group)
+    }
     head = "".join(f"<th>{escape(label)}</th>" for label in firsts)
     rows = []
     for row in zip(*firsts.values(), strict=False):
@@ -279,10 +300,6 @@ def _marked(heard: str, said: str) -> str:
         f"<del>{escape(word)}</del>" if place in wrong else escape(word)
         for place, word in enumerate(words)
     )
-
-
-def _wer(group: Sequence[Outcome]) -> float:
-    return mean(one.wer for one in group)
 
 
 def _by_label(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:

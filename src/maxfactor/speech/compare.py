@@ -7,6 +7,7 @@ memory can be told, several can share a GPU, and a comparison that was stopped g
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -20,9 +21,9 @@ from maxfactor.speech.audio import InputError
 from maxfactor.speech.metrics import read_metrics
 from maxfactor.speech.optimizers import default_lr
 from maxfactor.speech.preparation import prepare
-from maxfactor.speech.settings import Settings, check_same
+from maxfactor.speech.settings import SETTINGS, Settings, check_same
 from maxfactor.speech.shards import write_whole
-from maxfactor.speech.train import train
+from maxfactor.speech.train import DivergedError, Result, train
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -51,8 +52,11 @@ class Run:
     def folder(self) -> str:
         """A name that no other run of the comparison has."""
         one = self.settings
-        rate = default_lr(one.optimizer) if one.lr is None else one.lr
-        return folder_name(one.optimizer, rate, one.steps, one.seed)
+        return folder_name(one.optimizer, _rate(one), one.steps, one.seed)
+
+
+def _rate(settings: Settings) -> float:
+    return default_lr(settings.optimizer) if settings.lr is None else settings.lr
 
 
 def folder_name(optimizer: str, lr: float, steps: int, seed: int) -> str:
@@ -69,8 +73,8 @@ class Outcome:
     lr: float
     seed: int
     steps: int
-    wer: float
-    cer: float
+    wer: float | None  # None where the training diverged
+    cer: float | None
     seconds: float  # of training, evaluations left out
     parameters: int
     state_bytes: int
@@ -82,6 +86,12 @@ class Outcome:
     def folder(self) -> str:
         """The run's folder among those of the comparison."""
         return folder_name(self.optimizer, self.lr, self.steps, self.seed)
+
+    @property
+    def loss(self) -> float:
+        """The last training loss that is known."""
+        losses = [line["loss"] for line in self.metrics if line.get("loss") is not None]
+        return losses[-1] if losses else math.inf
 
     @property
     def step_ms(self) -> float:
@@ -122,7 +132,8 @@ class Plan:
         chosen = replace(
             self.base,
             optimizer=optimizer,
-            lr=lr,
+            # Always a number: what is tried in tuning and what is not are the same training.
+            lr=default_lr(optimizer) if lr is None else lr,
             seed=self.base.seed + seed,
             utterances=self.base.utterance_count,  # the same for those that take more steps
         )
@@ -168,21 +179,59 @@ def compare(
     return outcomes
 
 
+def finished(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """Those that did not diverge."""
+    return [one for one in outcomes if one.wer is not None]
+
+
+def mean_wer(outcomes: Iterable[Outcome]) -> float:
+    """The mean word error rate of those that did not diverge; infinite where all did."""
+    rates = [one.wer for one in outcomes if one.wer is not None]
+    return mean(rates) if rates else math.inf
+
+
+def best_label(outcomes: Sequence[Outcome]) -> str:
+    """What is best in the mean over the seeds; who has diverged is behind who has not."""
+    groups: dict[str, list[Outcome]] = {}
+    for one in outcomes:
+        groups.setdefault(one.label, []).append(one)
+
+    def order(label: str) -> tuple[int, float]:
+        group = groups[label]
+        return len(group) - len(finished(group)), mean_wer(group)
+
+    return min(groups, key=order)
+
+
+def by_quality(outcome: Outcome) -> tuple[float, float, float]:
+    """Order of single trainings, the best first."""
+    if outcome.wer is None or outcome.cer is None:
+        return math.inf, math.inf, math.inf
+    return outcome.wer, outcome.cer, outcome.loss
+
+
 def _best_rate(tried: Sequence[Outcome], name: str) -> float:
-    return min((one for one in tried if one.optimizer == name), key=lambda one: one.wer).lr
+    own = [one for one in tried if one.optimizer == name]
+    if not finished(own):
+        return min(one.lr for one in own)  # the least hopeless
+    return min(own, key=by_quality).lr
 
 
 def _with_as_much_time(
     plan: Plan, outcomes: Sequence[Outcome], rates: dict[str, float | None]
 ) -> list[Run]:
     """Runs of the faster ones, with as many steps as fit into the first one's time."""
-    seconds = {
-        name: mean(one.seconds for one in outcomes if one.optimizer == name)
-        for name in plan.optimizers
-    }
+    taken: dict[str, list[float]] = {}
+    for one in finished(outcomes):
+        taken.setdefault(one.optimizer, []).append(one.seconds)
+    seconds = {name: mean(times) for name, times in taken.items()}
+    if plan.optimizers[0] not in seconds:
+        return []
     allowed = seconds[plan.optimizers[0]]
     runs = []
     for name in plan.optimizers[1:]:
+        if name not in seconds:
+            continue
         steps = int(plan.base.steps * allowed / seconds[name])
         if steps > plan.base.steps:
             for seed in range(plan.seeds):
@@ -203,11 +252,15 @@ def _run_all(
     with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
         for number, (name, outcome) in enumerate(pool.imap_unordered(work, missing), 1):
             found[name] = outcome
-            say(
-                f"{number} of {len(missing)}: {outcome.label}, lr {outcome.lr:g}, seed "
-                f"{outcome.seed}: WER {outcome.wer:.1%} in {outcome.seconds:.0f} s"
-            )
+            say(f"{number} of {len(missing)} ended: {_told(outcome)}")
     return [outcome for outcome in (found[run.folder] for run in runs) if outcome is not None]
+
+
+def _told(outcome: Outcome) -> str:
+    came_to = "diverged"
+    if outcome.wer is not None:
+        came_to = f"WER {outcome.wer:.1%} in {outcome.seconds:.0f} s"
+    return f"{outcome.label}, lr {outcome.lr:g}, seed {outcome.seed}: {came_to}"
 
 
 def _train_one(run: Run, folder: Path, cache: Path | None) -> tuple[str, Outcome]:
@@ -215,27 +268,45 @@ def _train_one(run: Run, folder: Path, cache: Path | None) -> tuple[str, Outcome
     out = folder / run.folder
     settings = run.settings
     prepared = prepare(settings, cache, 1)
-    result = train(settings, out, resume=(out / "settings.json").exists(), prepared=prepared)
-    if result.evaluation is None:
-        raise InputError(f"{out}: stopped; the same command goes on")
-    trainer = result.trainer
+    parameters = sum(one.numel() for one in prepared.model.parameters() if one.requires_grad)
     outcome = Outcome(
         label=run.label,
         optimizer=settings.optimizer,
-        lr=default_lr(settings.optimizer) if settings.lr is None else settings.lr,
+        lr=_rate(settings),
         seed=settings.seed,
         steps=settings.steps,
+        wer=None,
+        cer=None,
+        seconds=0.0,
+        parameters=parameters,
+        state_bytes=0,
+        peak_bytes=0,
+        examples=[],
+        metrics=[],
+    )
+    try:
+        result = train(settings, out, resume=(out / SETTINGS).exists(), prepared=prepared)
+    except DivergedError:  # a result like another: the other trainings go on
+        outcome = replace(outcome, metrics=read_metrics(out))
+    else:
+        outcome = _with_result(outcome, result, out)
+    write_whole(out / RESULT, json.dumps(asdict(outcome), indent=1).encode())
+    return run.folder, outcome
+
+
+def _with_result(outcome: Outcome, result: Result, out: Path) -> Outcome:
+    if result.evaluation is None:
+        raise InputError(f"{out}: stopped; the same command goes on")
+    return replace(
+        outcome,
         wer=result.evaluation.wer,
         cer=result.evaluation.cer,
         seconds=result.seconds,
-        parameters=sum(one.numel() for one in trainer.model.parameters() if one.requires_grad),
-        state_bytes=state_bytes(trainer.optimizers),
-        peak_bytes=_peak_bytes(trainer),
+        state_bytes=state_bytes(result.trainer.optimizers),
+        peak_bytes=_peak_bytes(result.trainer),
         examples=[example._asdict() for example in result.evaluation.examples],
         metrics=read_metrics(out),
     )
-    write_whole(out / RESULT, json.dumps(asdict(outcome), indent=1).encode())
-    return run.folder, outcome
 
 
 def state_bytes(optimizers: Sequence[Optimizer]) -> int:
