@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from maxfactor.cli import app
@@ -126,7 +134,8 @@ def test_trainings_are_not_done_twice(tmp_path: Path) -> None:
     first = compare(plan, out, 2, cache, said.append)
     again = compare(plan, out, 2, cache, said.append)
     assert first == again
-    assert len([line for line in said if "ended" in line]) == 2
+    assert len([line for line in said if line.startswith("training ")]) == 2
+    assert len([line for line in said if "WER" in line]) == 2
     speech, adamw = first
     assert speech.label == "speech"
     assert adamw.state_bytes / adamw.parameters == pytest.approx(8.0, abs=0.1)
@@ -198,7 +207,7 @@ def spoilt(monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
         Pool = Here
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
-    monkeypatch.setattr(comparing.multiprocessing, "get_context", lambda _: Context)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: Context)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "speech"])
@@ -274,6 +283,81 @@ def test_the_best_is_so_in_the_mean(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     best, hint = result.output.splitlines()[-2:]
     assert best == "best:    adamw, WER 15.0% (mean of 2 seeds). Try it:"
     assert Path(hint.split()[2]).name == steady[1].folder
+
+
+def command(out: Path, cache: Path, *options: str) -> list[str]:
+    """A comparison as a process of its own."""
+    small = ["--optimizers=speech", "--batch-size=2", "--utterances=8", "--validation-utterances=2"]
+    where = [f"--out={out}", f"--cache={cache}", "--device=cpu"]
+    return [sys.executable, "-m", "maxfactor", "compare", *small, *where, *options]
+
+
+def trains(folder: Path) -> bool:
+    """Whether a process has the lock of a training's folder."""
+    try:
+        with comparing._alone_in(folder):
+            return False
+    except InputError:
+        return True
+
+
+def until(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if holds():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals and locks of POSIX")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_comparison_that_is_stopped_leaves_no_training_behind(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    out = tmp_path / "out"
+    # One evaluation at its end: so the training would go on for long.
+    options = ["--steps=20000", "--evaluate-every=20000"]
+    started = subprocess.Popen(
+        command(out, tmp_path / "cache", *options),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    metrics = out / "runs" / "speech-lr0.02-steps20000-seed0" / "metrics.jsonl"
+    try:
+        assert until(lambda: metrics.exists() and metrics.stat().st_size > 0)
+        assert trains(metrics.parent)
+        started.send_signal(number)  # to it alone
+        said, complained = started.communicate(timeout=60)
+        assert until(lambda: not trains(metrics.parent), 20.0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)  # whoever is left
+    lines = said.splitlines()
+    assert lines[0].startswith("synthesising speech: 10 utterances")
+    assert "training 1 of 1: speech, lr 0.02, seed 0, 20000 steps …" in lines
+    if number == signal.SIGINT:
+        assert "the same command goes on" in lines[-1]
+        assert "Traceback" not in complained
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs locks of POSIX")
+def test_two_comparisons_do_not_train_in_one_folder(tmp_path: Path) -> None:
+    plan = Plan(BASE, ["speech"])
+    run = plan.run("speech", None, 0)
+    with (
+        comparing._alone_in(tmp_path / run.folder),
+        pytest.raises(InputError, match="another process trains here"),
+    ):
+        comparing._train_one(run, tmp_path, tmp_path / "cache", 1)
+
+
+def test_trainings_side_by_side_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    for device, jobs in [("cpu", 3), ("cpu", 16), ("cpu", 1), ("cuda", 3)]:
+        comparing._share_cores(torch.device(device), jobs)
+    assert taken == [2, 1]
 
 
 def test_a_wrong_name_is_told_in_one_line(tmp_path: Path) -> None:

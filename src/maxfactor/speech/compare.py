@@ -9,9 +9,14 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import os
 import sys
+import threading
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
+from multiprocessing.connection import wait
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +26,13 @@ from maxfactor.speech.audio import InputError
 from maxfactor.speech.metrics import read_metrics
 from maxfactor.speech.optimizers import default_lr
 from maxfactor.speech.preparation import prepare
+from maxfactor.speech.progress import Lines
 from maxfactor.speech.settings import SETTINGS, Settings, check_same
 from maxfactor.speech.shards import write_whole
 from maxfactor.speech.train import DivergedError, Result, train
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from torch.optim import Optimizer
@@ -34,6 +40,7 @@ if TYPE_CHECKING:
     from maxfactor.speech.trainer import Trainer
 
 RESULT = "result.json"
+LOCK = "lock"  # held while a training goes on in a folder
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0)  # shares of an optimizer's own rate that are tried
 SAME_TIME = "same time"
 
@@ -81,6 +88,7 @@ class Outcome:
     peak_bytes: int  # of GPU memory, or of the process where there is none
     examples: list[dict[str, str]]
     metrics: list[dict[str, Any]]
+    jobs: int = 1  # trainings that ran side by side, and slowed each other down
 
     @property
     def folder(self) -> str:
@@ -154,10 +162,23 @@ def compare(
         out: Folder, with one of its own for each training.
         jobs: Trainings at the same time.
         cache: Where synthesised speech is kept.
-        say: Is told a line for each training that ends.
+        say: Is told a line for each training that begins or ends.
     """
+    try:
+        return _compare(plan, out, jobs, cache, say)
+    except KeyboardInterrupt:
+        say("stopped; the same command goes on from the last checkpoints")
+        raise
+
+
+def _compare(
+    plan: Plan, out: Path, jobs: int, cache: Path | None, say: Callable[[str], None]
+) -> list[Outcome]:
     folder = out / RUNS
-    prepare(plan.base, cache)  # once, before many want it at once; wrong inputs show here
+    if plan.base.data is not None:
+        say(f"looking at {plan.base.data} …")
+    # Once, before many want it at once; wrong inputs show here.
+    prepare(plan.base, cache, None, _Told(say))
 
     def run_all(runs: Iterable[Run]) -> list[Outcome]:
         return _run_all(list(runs), folder, jobs, cache, say)
@@ -177,6 +198,22 @@ def compare(
     if plan.same_time:
         outcomes += run_all(_with_as_much_time(plan, outcomes, rates))
     return outcomes
+
+
+class _Told(Lines):
+    """Tells in lines how the synthesis goes, from its beginning on."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
+    def begin(self, what: str, total: int, done: int = 0) -> None:
+        """Say what begins."""
+        super().begin(what, total, done)
+        self.say(f"{what}: {total} utterances, but for those that are there …")
+
+    def say(self, line: str) -> None:
+        """Pass it on."""
+        self._say(line)
 
 
 def finished(outcomes: Iterable[Outcome]) -> list[Outcome]:
@@ -247,12 +284,26 @@ def _run_all(
     """Outcomes in the order of the runs, each from a fresh process unless it is there already."""
     found = {run.folder: _read(run, folder) for run in runs}
     missing = [run for run in runs if found[run.folder] is None]
-    work = partial(_train_one, folder=folder, cache=cache)
+    waiting = iter(enumerate(missing, 1))
+
+    def begin() -> None:
+        for number, run in islice(waiting, 1):
+            one = run.settings
+            say(
+                f"training {number} of {len(missing)}: {run.label}, lr {_rate(one):g}, seed "
+                f"{one.seed}, {one.steps} steps …"
+            )
+
+    work = partial(_train_one, folder=folder, cache=cache, jobs=jobs)
     # One process for each training: what one took in memory must not be counted for the next.
-    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
-        for number, (name, outcome) in enumerate(pool.imap_unordered(work, missing), 1):
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(jobs, _end_with_parent, maxtasksperchild=1) as pool:
+        for _ in range(jobs):  # the first ones; each that ends makes room for another
+            begin()
+        for name, outcome in pool.imap_unordered(work, missing):
             found[name] = outcome
-            say(f"{number} of {len(missing)} ended: {_told(outcome)}")
+            say(_told(outcome))
+            begin()
     return [outcome for outcome in (found[run.folder] for run in runs) if outcome is not None]
 
 
@@ -263,9 +314,56 @@ def _told(outcome: Outcome) -> str:
     return f"{outcome.label}, lr {outcome.lr:g}, seed {outcome.seed}: {came_to}"
 
 
-def _train_one(run: Run, folder: Path, cache: Path | None) -> tuple[str, Outcome]:
+def _end_with_parent() -> None:
+    """End this process when the one that started it has ended, however that was.
+
+    Else a training of a comparison that was killed would go on, beside that of the next one.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    sentinel = parent.sentinel
+
+    def watch() -> None:
+        wait([sentinel])
+        os._exit(1)  # not through the main thread, which may be busy for long
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def _alone_in(out: Path) -> Iterator[None]:
+    """Keep other processes out of a training's folder; the lock goes with the process."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"{out}: another process trains here; wait for its end, or take another --out"
+            ) from error
+        yield
+
+
+def _share_cores(device: torch.device, jobs: int) -> None:
+    """Take a share of the cores: all of them for each of several trainings is far slower."""
+    if device.type == "cpu" and jobs > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
+
+
+def _train_one(run: Run, folder: Path, cache: Path | None, jobs: int) -> tuple[str, Outcome]:
     """Train in this process, going on with what is there."""
-    out = folder / run.folder
+    _share_cores(run.settings.torch_device, jobs)
+    with _alone_in(folder / run.folder):
+        return run.folder, _trained(run, folder / run.folder, cache, jobs)
+
+
+def _trained(run: Run, out: Path, cache: Path | None, jobs: int) -> Outcome:
     settings = run.settings
     prepared = prepare(settings, cache, 1)
     parameters = sum(one.numel() for one in prepared.model.parameters() if one.requires_grad)
@@ -283,6 +381,7 @@ def _train_one(run: Run, folder: Path, cache: Path | None) -> tuple[str, Outcome
         peak_bytes=0,
         examples=[],
         metrics=[],
+        jobs=jobs,
     )
     try:
         result = train(settings, out, resume=(out / SETTINGS).exists(), prepared=prepared)
@@ -291,7 +390,7 @@ def _train_one(run: Run, folder: Path, cache: Path | None) -> tuple[str, Outcome
     else:
         outcome = _with_result(outcome, result, out)
     write_whole(out / RESULT, json.dumps(asdict(outcome), indent=1).encode())
-    return run.folder, outcome
+    return outcome
 
 
 def _with_result(outcome: Outcome, result: Result, out: Path) -> Outcome:
