@@ -161,7 +161,10 @@ def test_trainings_are_not_done_twice(tmp_path: Path) -> None:
     model, example = map(Path, hint.split()[2:])
     assert (model / "checkpoints").is_dir()
     assert example.stat().st_size > 1000
-    assert (out / "report.html").stat().st_size > 10_000
+    shown = (out / "report.html").read_text()
+    assert "batches of 2, 8 utterances to train and 2 to validate" in shown
+    assert "fp32, cpu." in shown
+    assert "Up to 2 trainings ran side by side" in shown
 
 
 def test_tuning_goes_on_in_the_folder_of_a_comparison() -> None:
@@ -402,6 +405,23 @@ def test_the_table_has_means_and_spreads() -> None:
     assert cells["fam"][4] == "10"
     assert cells["adamw, same time"][4] == "20"
     assert cells["fam"][5:] == ["100", "2", "8.00", "50"]
+
+
+def test_the_page_tells_the_settings_and_the_rates_that_were_tried() -> None:
+    tried = [outcome("adamw", lr=lr, wer=wer) for lr, wer in ((0.0005, 0.4), (0.001, 0.2))]
+    tried.append(outcome("adamw", lr=0.002, wer=None, cer=None))
+    page = report(several(), "Speech", "model nano, batches of 16", tried)
+    assert '<p class="about">Model nano, batches of 16.</p>' in page
+    table = page.split("<h2>Rates tried</h2>")[1].split("</table>")[0]
+    assert "<td>0.0005: 40.0%</td>" in table
+    assert '<td class="taken">0.001: 20.0%</td>' in table
+    assert "<td>0.002: diverged</td>" in table
+    assert "Rates tried" not in report(several(), "Speech")
+
+
+def test_the_page_says_that_trainings_ran_side_by_side() -> None:
+    assert "side by side" not in report(several(), "Speech")
+    assert "Up to 3 trainings ran side by side" in report([outcome(jobs=3)], "Speech")
 
 
 def test_the_page_shows_texts_as_they_are() -> None:

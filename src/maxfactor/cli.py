@@ -301,7 +301,16 @@ def _compare(
 ) -> None:
     from maxfactor.report import report
     from maxfactor.speech.audio import InputError, write
-    from maxfactor.speech.compare import RUNS, Plan, best_label, by_quality, compare, mean_wer
+    from maxfactor.speech.compare import (
+        RUNS,
+        Plan,
+        best_label,
+        by_quality,
+        compare,
+        described,
+        mean_wer,
+        tried,
+    )
     from maxfactor.speech.preparation import prepare
     from maxfactor.speech.shards import write_whole
 
@@ -312,9 +321,12 @@ def _compare(
     outcomes = compare(plan, out, jobs, cache, typer.echo)
     what = settings.task if settings.data is None else settings.data
     page = out / "report.html"
-    write_whole(page, report(outcomes, f"Optimizers compared: {what}, {settings.model}").encode())
+    title = f"Optimizers compared: {what}, {settings.model}"
+    prepared = prepare(settings, cache)
+    shown = report(outcomes, title, described(plan, prepared), tried(plan, out))
+    write_whole(page, shown.encode())
     example = out / "example.wav"
-    write(example, prepare(settings, cache).validation[0].samples)
+    write(example, prepared.validation[0].samples)
     typer.echo(f"report:  {page}")
     label = best_label(outcomes)
     group = [one for one in outcomes if one.label == label]

@@ -27,13 +27,13 @@ STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 1060px; margin: 2em auto;
        padding: 0 1em; }
 h1 { font-size: 1.7em; margin-bottom: .2em; } h2 { font-size: 1.2em; margin: 2em 0 .4em; }
-p.about { color: #666; margin-top: 0; }
+p.about { color: #666; margin: 0 0 .3em; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th { text-align: right; font-weight: 600; border-bottom: 2px solid #222; padding: .3em .6em; }
 td { text-align: right; white-space: nowrap; border-bottom: 1px solid #ddd; padding: .3em .6em; }
 th:first-child, td:first-child, table.examples th, table.examples td { text-align: left; }
 table.examples td { white-space: normal; }
-tr.best td { background: #eef6ff; font-weight: 600; }
+tr.best td, td.taken { background: #eef6ff; font-weight: 600; }
 .swatch { display: inline-block; width: .8em; height: .8em; border-radius: 2px;
           margin-right: .5em; }
 .charts { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 1em; }
@@ -42,12 +42,19 @@ del { color: #b00020; text-decoration: none; }
 """
 
 
-def report(outcomes: Sequence[Outcome], title: str) -> str:
+def report(
+    outcomes: Sequence[Outcome],
+    title: str,
+    settings: str = "",
+    tried: Sequence[Outcome] = (),
+) -> str:
     """Return the page.
 
     Args:
         outcomes: Of all trainings that are compared.
         title: What was compared on what.
+        settings: What all trainings had in common, in one line.
+        tried: Of the trainings that looked for the best rates.
     """
     groups = _by_label(outcomes)
     colors = {label: COLORS[index % len(COLORS)] for index, label in enumerate(groups)}
@@ -60,23 +67,28 @@ def report(outcomes: Sequence[Outcome], title: str) -> str:
     heat_maps = [
         _heat_map(label, group[0]) for label, group in groups.items() if _memories(group[0])
     ]
-    return _page(title, groups, colors, charts, heat_maps)
+    about = [_headline(groups), *filter(None, (_sentence(settings), _side_by_side(outcomes)))]
+    return _page(title, about, groups, colors, charts, heat_maps, _by_label(tried))
 
 
 def _page(
     title: str,
+    about: Sequence[str],
     groups: dict[str, list[Outcome]],
     colors: dict[str, str],
     charts: Sequence[go.Figure],
     heat_maps: Sequence[go.Figure],
+    tried: dict[str, list[Outcome]],
 ) -> str:
     first, *others = [_embedded(chart, index == 0) for index, chart in enumerate(charts)]
     parts = [
         f"<h1>{escape(title)}</h1>",
-        f'<p class="about">{escape(_headline(groups))}</p>',
+        *(f'<p class="about">{escape(line)}</p>' for line in about),
         f'<div class="charts">{first}{"".join(others)}</div>',
         f"<h2>Results</h2>{_table(groups, colors)}",
     ]
+    if tried:
+        parts.append(f"<h2>Rates tried</h2>{_rates(tried, groups)}")
     if heat_maps:
         parts.append("<h2>How long the frequency-adaptive momentum remembers</h2>")
         parts += [_embedded(heat_map) for heat_map in heat_maps]
@@ -210,6 +222,37 @@ def _headline(groups: dict[str, list[Outcome]]) -> str:
     seeds = len(next(iter(groups.values())))
     counted = "1 seed" if seeds == 1 else f"mean of {seeds} seeds"
     return f"Word error rate ({counted}): {', '.join(parts)}."
+
+
+def _sentence(settings: str) -> str:
+    return settings and f"{settings[0].upper()}{settings[1:]}."
+
+
+def _side_by_side(outcomes: Sequence[Outcome]) -> str:
+    """A warning that times are not those of a training alone."""
+    most = max(one.jobs for one in outcomes)
+    if most == 1:
+        return ""
+    return f"Up to {most} trainings ran side by side: each took longer than it would have alone."
+
+
+def _rates(tried: dict[str, list[Outcome]], groups: dict[str, list[Outcome]]) -> str:
+    """The error rate at each rate that was tried, with one seed; the one that was taken is bold."""
+    rows = []
+    for label, group in tried.items():
+        taken = groups[label][0].lr if label in groups else None
+        cells = []
+        for one in group:
+            kind = ' class="taken"' if one.lr == taken else ""
+            cells.append(f"<td{kind}>{one.lr:g}: {_rate_wer(one)}</td>")
+        rows.append(f"<tr><td>{escape(label)}</td>{''.join(cells)}</tr>")
+    most = max(len(group) for group in tried.values())
+    head = f'<tr><th>Optimizer</th><th colspan="{most}">lr: WER with one seed</th></tr>'
+    return f'<table class="rates">{head}{"".join(rows)}</table>'
+
+
+def _rate_wer(outcome: Outcome) -> str:
+    return "diverged" if outcome.wer is None else f"{outcome.wer:.1%}"
 
 
 def _table(groups: dict[str, list[Outcome]], colors: dict[str, str]) -> str:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from maxfactor.speech.preparation import Prepared
     from maxfactor.speech.trainer import Trainer
 
 RESULT = "result.json"
@@ -185,12 +186,8 @@ def _compare(
 
     rates: dict[str, float | None] = dict.fromkeys(plan.optimizers, plan.base.lr)
     if plan.tune:
-        tried = run_all(
-            plan.run(name, share * default_lr(name), 0)
-            for name in plan.optimizers
-            for share in GRID
-        )
-        rates = {name: _best_rate(tried, name) for name in plan.optimizers}
+        outcomes = run_all(_grid(plan))
+        rates = {name: _best_rate(outcomes, name) for name in plan.optimizers}
         say("best rates: " + ", ".join(f"{name} {rate:g}" for name, rate in rates.items()))
     outcomes = run_all(
         plan.run(name, rates[name], seed) for name in plan.optimizers for seed in range(plan.seeds)
@@ -198,6 +195,39 @@ def _compare(
     if plan.same_time:
         outcomes += run_all(_with_as_much_time(plan, outcomes, rates))
     return outcomes
+
+
+def _grid(plan: Plan) -> list[Run]:
+    """The trainings that look for the best rates."""
+    if not plan.tune:
+        return []
+    return [
+        plan.run(name, share * default_lr(name), 0) for name in plan.optimizers for share in GRID
+    ]
+
+
+def tried(plan: Plan, out: Path) -> list[Outcome]:
+    """What the rates came to that a comparison has tried, in a folder where it has ended."""
+    found = (_read(run, out / RUNS) for run in _grid(plan))
+    return [outcome for outcome in found if outcome is not None]
+
+
+def described(plan: Plan, prepared: Prepared) -> str:
+    """What all trainings of a comparison had in common, in one line."""
+    base, device = plan.base, plan.base.torch_device
+    parameters = sum(one.numel() for one in prepared.model.parameters() if one.requires_grad)
+    named = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    batch = f"batches of {base.batch_size}"
+    return ", ".join(
+        [
+            f"model {base.model} ({parameters / 1e6:.2f} M parameters)",
+            batch if base.grad_accum == 1 else f"{base.grad_accum} {batch} to a step",
+            f"{len(prepared.train)} utterances to train and {len(prepared.validation)} to validate",
+            f"{base.schedule} schedule with {base.warmup:.0%} warm-up",
+            base.dtype + (", SpecAugment" if base.spec_augment else ""),
+            named,
+        ]
+    )
 
 
 class _Told(Lines):
