@@ -286,6 +286,11 @@ def test_the_best_is_so_in_the_mean(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     best, hint = result.output.splitlines()[-2:]
     assert best == "best:    adamw, WER 15.0% (mean of 2 seeds). Try it:"
     assert Path(hint.split()[2]).name == steady[1].folder
+    lost = [outcome(wer=None, cer=None, metrics=[], examples=[])]
+    monkeypatch.setattr(comparing, "compare", lambda *_: lost)
+    result = CliRunner().invoke(app, ["compare", *options.split(), "--device=cpu", *where])
+    assert result.exit_code == 2
+    assert "all trainings diverged" in result.stderr
 
 
 def command(out: Path, cache: Path, *options: str) -> list[str]:

@@ -308,6 +308,7 @@ def _compare(
         by_quality,
         compare,
         described,
+        finished,
         mean_wer,
         tried,
     )
@@ -329,10 +330,10 @@ def _compare(
     write(example, prepared.validation[0].samples)
     typer.echo(f"report:  {page}")
     label = best_label(outcomes)
-    group = [one for one in outcomes if one.label == label]
+    group = finished(one for one in outcomes if one.label == label)
+    if not group:
+        raise InputError("all trainings diverged; --tune tries lower rates, or raise --warmup")
     best = min(group, key=by_quality)
-    if best.wer is None:
-        raise InputError("all trainings diverged; lower rates, or more warm-up, may mend it")
     counted = "" if len(group) == 1 else f" (mean of {len(group)} seeds)"
     typer.echo(f"best:    {label}, WER {mean_wer(group):.1%}{counted}. Try it:")
     typer.echo(f"  {_command()} transcribe {out / RUNS / best.folder} {example}")
