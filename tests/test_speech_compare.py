@@ -359,12 +359,16 @@ def test_two_comparisons_do_not_train_in_one_folder(tmp_path: Path) -> None:
         comparing._train_one(run, tmp_path, tmp_path / "cache", 1)
 
 
-def test_trainings_side_by_side_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainings_side_by_side_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     taken: list[int] = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    monkeypatch.setattr(comparing, "_trained", lambda *_: None)
     for device, jobs in [("cpu", 3), ("cpu", 16), ("cpu", 1), ("cuda", 3)]:
-        comparing._share_cores(torch.device(device), jobs)
+        run = Plan(replace(BASE, device=device), ["speech"]).run("speech", None, 0)
+        comparing._train_one(run, tmp_path, None, jobs)
     assert taken == [2, 1]
 
 
