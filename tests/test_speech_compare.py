@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from maxfactor.cli import app
+from maxfactor.guard import given_up
 from maxfactor.report import report
 from maxfactor.speech import compare as comparing
 from maxfactor.speech.audio import InputError
 from maxfactor.speech.compare import Outcome, Plan, Run, compare
+from maxfactor.speech.optimizers import default_lr
 from maxfactor.speech.settings import Settings
+from maxfactor.speech.train import DivergedError, train
+from maxfactor.speech.trainer import Trainer
 
 BASE = Settings(
     steps=2, batch_size=2, utterances=8, validation_utterances=2, evaluate_every=1, device="cpu"
@@ -28,7 +40,7 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-headless-shell")
 
 def outcome(label: str = "adamw", **changes: Any) -> Outcome:
     """An outcome as good as a real one; two evaluations, of which the last is `wer`."""
-    wer = changes.get("wer", 0.2)
+    wer = changes.get("wer", 0.2) or 0.0
     lines = [
         {"step": 10, "loss": 2.0, "seconds": 1.0},
         {"step": 10, "wer": 2 * wer, "cer": 0.2, "seconds": 1.0},
@@ -76,7 +88,7 @@ def test_everybody_gets_the_same_data_seeds_and_steps(
     assert [(run.settings.optimizer, run.settings.seed) for run in seen] == [
         ("speech", 5), ("speech", 6), ("adamw", 5), ("adamw", 6),
     ]  # fmt: skip
-    same = {replace(run.settings, optimizer="adamw", seed=0) for run in seen}
+    same = {replace(run.settings, optimizer="adamw", lr=None, seed=0) for run in seen}
     assert len(same) == 1
     assert len({run.folder for run in seen}) == 4
 
@@ -122,7 +134,8 @@ def test_trainings_are_not_done_twice(tmp_path: Path) -> None:
     first = compare(plan, out, 2, cache, said.append)
     again = compare(plan, out, 2, cache, said.append)
     assert first == again
-    assert len(said) == 2
+    assert len([line for line in said if line.startswith("training ")]) == 2
+    assert len([line for line in said if "WER" in line]) == 2
     speech, adamw = first
     assert speech.label == "speech"
     assert adamw.state_bytes / adamw.parameters == pytest.approx(8.0, abs=0.1)
@@ -148,7 +161,215 @@ def test_trainings_are_not_done_twice(tmp_path: Path) -> None:
     model, example = map(Path, hint.split()[-2:])
     assert (model / "checkpoints").is_dir()
     assert example.stat().st_size > 1000
-    assert (out / "report.html").stat().st_size > 10_000
+    shown = (out / "report.html").read_text()
+    assert "batches of 2, 8 utterances to train and 2 to validate" in shown
+    assert "fp32, cpu." in shown
+    assert "Up to 2 trainings ran side by side" in shown
+
+
+def test_tuning_goes_on_in_the_folder_of_a_comparison() -> None:
+    plain, tuning = Plan(BASE, ["speech"]), Plan(BASE, ["speech"], tune=True)
+    tried = tuning.run("speech", default_lr("speech"), 0)
+    assert plain.run("speech", None, 0) == tried
+
+
+def test_a_tie_of_rates_goes_by_letters_then_by_loss() -> None:
+    def tried(lr: float, cer: float | None, loss: float) -> Outcome:
+        wer = None if cer is None else 1.0
+        return outcome(lr=lr, wer=wer, cer=cer, metrics=[{"step": 1, "seconds": 1.0, "loss": loss}])
+
+    runs = [tried(0.1, 0.9, 1.0), tried(0.2, 0.8, 2.0), tried(0.3, 0.8, 1.5), tried(0.4, None, 0.1)]
+    assert comparing._best_rate(runs, "adamw") == 0.3
+    assert comparing._best_rate([tried(0.8, None, 1.0), tried(0.4, None, 1.0)], "adamw") == 0.4
+
+
+def spoilt(monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
+    """Have the weights of an optimizer's trainings turn to NaN, in this process."""
+    step = Trainer.train_step
+
+    def train_step(trainer: Trainer, batches: Any) -> Any:
+        loss = step(trainer, batches)
+        if trainer.settings.optimizer == optimizer:
+            next(trainer.model.parameters()).data.fill_(float("nan"))
+        return loss
+
+    class Here:
+        """A pool that works in this process."""
+
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def __enter__(self) -> Here:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def imap_unordered(self, work: Any, runs: Any) -> Any:
+            return map(work, runs)
+
+    class Context:
+        Pool = Here
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: Context)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "speech"])
+def test_a_training_that_turns_to_nan_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, optimizer: str
+) -> None:
+    spoilt(monkeypatch, optimizer)
+    settings = replace(BASE, optimizer=optimizer, lr=0.25)
+    with pytest.raises(DivergedError, match=r"the loss is nan at step 2; lower --lr.* 0\.25"):
+        train(settings, tmp_path / "out", cache=tmp_path / "cache")
+
+
+def test_an_optimizer_that_gives_up_ends_a_training_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def check(_: Trainer) -> None:
+        raise given_up(20, ["weight"])
+
+    monkeypatch.setattr(Trainer, "check", check)
+    with pytest.raises(InputError, match="step 1: 20 steps in a row were skipped"):
+        train(BASE, tmp_path / "out", cache=tmp_path / "cache")
+
+
+def test_one_step_without_a_loss_ends_no_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    step = Trainer.train_step
+
+    def train_step(trainer: Trainer, batches: Any) -> Any:
+        loss = step(trainer, batches)
+        return loss if trainer.step > 1 else loss * float("nan")
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    settings = replace(BASE, evaluate_every=2)
+    assert train(settings, tmp_path / "out", cache=tmp_path / "cache").evaluation is not None
+
+
+def test_who_diverges_is_said_so_and_ends_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spoilt(monkeypatch, "speech")
+    said: list[str] = []
+    plan = Plan(BASE, ["speech", "adamw"], same_time=True)
+    first = compare(plan, tmp_path / "out", 1, tmp_path / "cache", said.append)
+    assert [one.wer is None for one in first] == [True, False]
+    assert any("speech" in line and "diverged" in line for line in said)
+    monkeypatch.setattr(comparing, "train", None)  # nothing is done again
+    assert compare(plan, tmp_path / "out", 1, tmp_path / "cache", said.append) == first
+    cells = rows(report(first, "Speech"))
+    assert cells["speech"][2] == "diverged"
+    assert cells["adamw"][2].endswith("%")
+
+
+def test_a_report_of_nothing_but_divergence() -> None:
+    lost = [outcome("fam", wer=None, cer=None, metrics=[], examples=[], seed=n) for n in (0, 1)]
+    page = report(lost, "Speech")
+    assert rows(page)["fam"][2] == "diverged"
+    assert 'class="best"' not in page
+    some = [*lost[:1], outcome("fam", wer=0.01, seed=1), outcome("adamw", wer=0.5)]
+    cells = rows(report(some, "Speech"))
+    assert cells["fam"][2] == "1.0%, 1 of 2 diverged"
+    assert comparing.best_label(some) == "adamw"
+
+
+def test_the_best_is_so_in_the_mean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lucky = [outcome("fam", wer=0.01), outcome("fam", wer=0.9, seed=1)]
+    steady = [outcome("adamw", wer=0.2), outcome("adamw", wer=0.1, seed=1)]
+    monkeypatch.setattr(comparing, "compare", lambda *_: [*lucky, *steady])
+    options = "--seeds=2 --steps=2 --batch-size=2 --utterances=8 --validation-utterances=2"
+    where = [f"--out={tmp_path / 'out'}", f"--cache={tmp_path / 'cache'}"]
+    result = CliRunner().invoke(app, ["compare", *options.split(), "--device=cpu", *where])
+    assert result.exit_code == 0, result.output
+    best, hint = result.output.splitlines()[-2:]
+    assert best == "best:    adamw, WER 15.0% (mean of 2 seeds). Try it:"
+    assert Path(hint.split()[2]).name == steady[1].folder
+    lost = [outcome(wer=None, cer=None, metrics=[], examples=[])]
+    monkeypatch.setattr(comparing, "compare", lambda *_: lost)
+    result = CliRunner().invoke(app, ["compare", *options.split(), "--device=cpu", *where])
+    assert result.exit_code == 2
+    assert "all trainings diverged" in result.stderr
+
+
+def command(out: Path, cache: Path, *options: str) -> list[str]:
+    """A comparison as a process of its own."""
+    small = ["--optimizers=speech", "--batch-size=2", "--utterances=8", "--validation-utterances=2"]
+    where = [f"--out={out}", f"--cache={cache}", "--device=cpu"]
+    return [sys.executable, "-m", "maxfactor", "compare", *small, *where, *options]
+
+
+def trains(folder: Path) -> bool:
+    """Whether a process has the lock of a training's folder."""
+    try:
+        with comparing._alone_in(folder):
+            return False
+    except InputError:
+        return True
+
+
+def until(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if holds():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals and locks of POSIX")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_comparison_that_is_stopped_leaves_no_training_behind(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    out = tmp_path / "out"
+    # One evaluation at its end: so the training would go on for long.
+    options = ["--steps=20000", "--evaluate-every=20000"]
+    started = subprocess.Popen(
+        command(out, tmp_path / "cache", *options),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    metrics = out / "runs" / "speech-lr0.02-steps20000-seed0" / "metrics.jsonl"
+    try:
+        assert until(lambda: metrics.exists() and metrics.stat().st_size > 0)
+        assert trains(metrics.parent)
+        started.send_signal(number)  # to it alone
+        said, complained = started.communicate(timeout=60)
+        assert until(lambda: not trains(metrics.parent), 20.0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)  # whoever is left
+    lines = said.splitlines()
+    assert lines[0].startswith("synthesising speech: 10 utterances")
+    assert "training 1 of 1: speech, lr 0.02, seed 0, 20000 steps …" in lines
+    if number == signal.SIGINT:
+        assert "the same command goes on" in lines[-1]
+        assert "Traceback" not in complained
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs locks of POSIX")
+def test_two_comparisons_do_not_train_in_one_folder(tmp_path: Path) -> None:
+    plan = Plan(BASE, ["speech"])
+    run = plan.run("speech", None, 0)
+    with (
+        comparing._alone_in(tmp_path / run.folder),
+        pytest.raises(InputError, match="another process trains here"),
+    ):
+        comparing._train_one(run, tmp_path, tmp_path / "cache", 1)
+
+
+def test_trainings_side_by_side_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    monkeypatch.setattr(comparing, "_trained", lambda *_: None)
+    for device, jobs in [("cpu", 3), ("cpu", 16), ("cpu", 1), ("cuda", 3)]:
+        run = Plan(replace(BASE, device=device), ["speech"]).run("speech", None, 0)
+        comparing._train_one(run, tmp_path, None, jobs)
+    assert taken == [2, 1]
 
 
 def test_a_wrong_name_is_told_in_one_line(tmp_path: Path) -> None:
@@ -193,6 +414,23 @@ def test_the_table_has_means_and_spreads() -> None:
     assert cells["fam"][4] == "10"
     assert cells["adamw, same time"][4] == "20"
     assert cells["fam"][5:] == ["100", "2", "8.00", "50"]
+
+
+def test_the_page_tells_the_settings_and_the_rates_that_were_tried() -> None:
+    tried = [outcome("adamw", lr=lr, wer=wer) for lr, wer in ((0.0005, 0.4), (0.001, 0.2))]
+    tried.append(outcome("adamw", lr=0.002, wer=None, cer=None))
+    page = report(several(), "Speech", "model nano, batches of 16", tried)
+    assert '<p class="about">Model nano, batches of 16.</p>' in page
+    table = page.split("<h2>Rates tried</h2>")[1].split("</table>")[0]
+    assert "<td>0.0005: 40.0%</td>" in table
+    assert '<td class="taken">0.001: 20.0%</td>' in table
+    assert "<td>0.002: diverged</td>" in table
+    assert "Rates tried" not in report(several(), "Speech")
+
+
+def test_the_page_says_that_trainings_ran_side_by_side() -> None:
+    assert "side by side" not in report(several(), "Speech")
+    assert "Up to 3 trainings ran side by side" in report([outcome(jobs=3)], "Speech")
 
 
 def test_the_page_shows_texts_as_they_are() -> None:

@@ -139,7 +139,7 @@ def train(
 @app.command()
 def compare(
     optimizers: Annotated[
-        str, typer.Option(help="names; the others get as much time as the first")
+        str, typer.Option(help="names; with --same-time, the first one's time is what others get")
     ] = "speech,adamw",
     seeds: Annotated[int, typer.Option(help="how many for each")] = 1,
     tune: Annotated[bool, typer.Option("--tune", help="look for each one's best rate")] = False,
@@ -325,7 +325,17 @@ def _compare(
 ) -> None:
     from maxfactor.report import report
     from maxfactor.speech.audio import InputError, write
-    from maxfactor.speech.compare import RUNS, Plan, compare
+    from maxfactor.speech.compare import (
+        RUNS,
+        Plan,
+        best_label,
+        by_quality,
+        compare,
+        described,
+        finished,
+        mean_wer,
+        tried,
+    )
     from maxfactor.speech.preparation import prepare
     from maxfactor.speech.shards import check_writable, write_whole
     from maxfactor.speech.train import check_beforehand, check_model
@@ -343,12 +353,20 @@ def _compare(
     outcomes = compare(plan, out, jobs, cache, typer.echo)
     what = settings.task if settings.data is None else settings.data
     page = out / "report.html"
-    write_whole(page, report(outcomes, f"Optimizers compared: {what}, {settings.model}").encode())
-    best = min(outcomes, key=lambda one: one.wer)
+    title = f"Optimizers compared: {what}, {settings.model}"
+    prepared = prepare(settings, cache)
+    shown = report(outcomes, title, described(plan, prepared), tried(plan, out))
+    write_whole(page, shown.encode())
     example = out / "example.wav"
-    write(example, prepare(settings, cache).validation[0].samples)
+    write(example, prepared.validation[0].samples)
     typer.echo(f"report:  {page}")
-    typer.echo(f"best:    {best.label}, WER {best.wer:.1%}. Try it:")
+    label = best_label(outcomes)
+    group = finished(one for one in outcomes if one.label == label)
+    if not group:
+        raise InputError("all trainings diverged; --tune tries lower rates, or raise --warmup")
+    best = min(group, key=by_quality)
+    counted = "" if len(group) == 1 else f" (mean of {len(group)} seeds)"
+    typer.echo(f"best:    {label}, WER {mean_wer(group):.1%}{counted}. Try it:")
     typer.echo(f"  {_command()} transcribe {out / RUNS / best.folder} {example}")
 
 

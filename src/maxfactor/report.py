@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
+from maxfactor.speech.compare import best_label, finished, mean_wer
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -25,13 +27,13 @@ STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 1060px; margin: 2em auto;
        padding: 0 1em; }
 h1 { font-size: 1.7em; margin-bottom: .2em; } h2 { font-size: 1.2em; margin: 2em 0 .4em; }
-p.about { color: #666; margin-top: 0; }
+p.about { color: #666; margin: 0 0 .3em; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th { text-align: right; font-weight: 600; border-bottom: 2px solid #222; padding: .3em .6em; }
 td { text-align: right; white-space: nowrap; border-bottom: 1px solid #ddd; padding: .3em .6em; }
 th:first-child, td:first-child, table.examples th, table.examples td { text-align: left; }
 table.examples td { white-space: normal; }
-tr.best td { background: #eef6ff; font-weight: 600; }
+tr.best td, td.taken { background: #eef6ff; font-weight: 600; }
 .swatch { display: inline-block; width: .8em; height: .8em; border-radius: 2px;
           margin-right: .5em; }
 .charts { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 1em; }
@@ -40,12 +42,19 @@ del { color: #b00020; text-decoration: none; }
 """
 
 
-def report(outcomes: Sequence[Outcome], title: str) -> str:
+def report(
+    outcomes: Sequence[Outcome],
+    title: str,
+    settings: str = "",
+    tried: Sequence[Outcome] = (),
+) -> str:
     """Return the page.
 
     Args:
         outcomes: Of all trainings that are compared.
         title: What was compared on what.
+        settings: What all trainings had in common, in one line.
+        tried: Of the trainings that looked for the best rates.
     """
     groups = _by_label(outcomes)
     colors = {label: COLORS[index % len(COLORS)] for index, label in enumerate(groups)}
@@ -58,27 +67,33 @@ def report(outcomes: Sequence[Outcome], title: str) -> str:
     heat_maps = [
         _heat_map(label, group[0]) for label, group in groups.items() if _memories(group[0])
     ]
-    return _page(title, groups, colors, charts, heat_maps)
+    about = [_headline(groups), *filter(None, (_sentence(settings), _side_by_side(outcomes)))]
+    return _page(title, about, groups, colors, charts, heat_maps, _by_label(tried))
 
 
 def _page(
     title: str,
+    about: Sequence[str],
     groups: dict[str, list[Outcome]],
     colors: dict[str, str],
     charts: Sequence[go.Figure],
     heat_maps: Sequence[go.Figure],
+    tried: dict[str, list[Outcome]],
 ) -> str:
     first, *others = [_embedded(chart, index == 0) for index, chart in enumerate(charts)]
     parts = [
         f"<h1>{escape(title)}</h1>",
-        f'<p class="about">{escape(_headline(groups))}</p>',
+        *(f'<p class="about">{escape(line)}</p>' for line in about),
         f'<div class="charts">{first}{"".join(others)}</div>',
         f"<h2>Results</h2>{_table(groups, colors)}",
     ]
+    if tried:
+        parts.append(f"<h2>Rates tried</h2>{_rates(tried, groups)}")
     if heat_maps:
         parts.append("<h2>How long the frequency-adaptive momentum remembers</h2>")
         parts += [_embedded(heat_map) for heat_map in heat_maps]
-    parts.append(f"<h2>Examples</h2>{_examples(groups)}")
+    if any(finished(group) for group in groups.values()):
+        parts.append(f"<h2>Examples</h2>{_examples(groups)}")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
@@ -199,7 +214,9 @@ def _embedded(figure: go.Figure, with_library: bool = False) -> str:
 def _headline(groups: dict[str, list[Outcome]]) -> str:
     """The result in one sentence."""
     parts = [
-        f"{label} {_wer(group):.1%} in {mean(one.seconds for one in group):.0f} s"
+        f"{label} {_wer(group)} in {mean(one.seconds for one in finished(group)):.0f} s"
+        if finished(group)
+        else f"{label} diverged"
         for label, group in groups.items()
     ]
     seeds = len(next(iter(groups.values())))
@@ -207,15 +224,46 @@ def _headline(groups: dict[str, list[Outcome]]) -> str:
     return f"Word error rate ({counted}): {', '.join(parts)}."
 
 
+def _sentence(settings: str) -> str:
+    return settings and f"{settings[0].upper()}{settings[1:]}."
+
+
+def _side_by_side(outcomes: Sequence[Outcome]) -> str:
+    """A warning that times are not those of a training alone."""
+    most = max(one.jobs for one in outcomes)
+    if most == 1:
+        return ""
+    return f"Up to {most} trainings ran side by side: each took longer than it would have alone."
+
+
+def _rates(tried: dict[str, list[Outcome]], groups: dict[str, list[Outcome]]) -> str:
+    """The error rate at each rate that was tried, with one seed; the one that was taken is bold."""
+    rows = []
+    for label, group in tried.items():
+        taken = groups[label][0].lr if label in groups else None
+        cells = []
+        for one in group:
+            kind = ' class="taken"' if one.lr == taken else ""
+            cells.append(f"<td{kind}>{one.lr:g}: {_rate_wer(one)}</td>")
+        rows.append(f"<tr><td>{escape(label)}</td>{''.join(cells)}</tr>")
+    most = max(len(group) for group in tried.values())
+    head = f'<tr><th>Optimizer</th><th colspan="{most}">lr: WER with one seed</th></tr>'
+    return f'<table class="rates">{head}{"".join(rows)}</table>'
+
+
+def _rate_wer(outcome: Outcome) -> str:
+    return "diverged" if outcome.wer is None else f"{outcome.wer:.1%}"
+
+
 def _table(groups: dict[str, list[Outcome]], colors: dict[str, str]) -> str:
     head = (
         "Optimizer", "lr", "Steps", "WER", "CER", f"Steps to {TARGET:.0%} WER", "Step, ms",
         "Training, s", "State, B/param", "Peak memory, MB",
     )  # fmt: skip
-    best = min(groups, key=lambda label: _wer(groups[label]))
+    best = best_label([one for group in groups.values() for one in group])
     rows = []
     for label, group in groups.items():
-        kind = ' class="best"' if label == best else ""
+        kind = ' class="best"' if label == best and finished(group) else ""
         swatch = f'<span class="swatch" style="background:{colors[label]}"></span>'
         cells = "".join(f"<td>{cell}</td>" for cell in _cells(group))
         rows.append(f"<tr{kind}><td>{swatch}{escape(label)}</td>{cells}</tr>")
@@ -225,19 +273,31 @@ def _table(groups: dict[str, list[Outcome]], colors: dict[str, str]) -> str:
 
 def _cells(group: Sequence[Outcome]) -> list[str]:
     first = group[0]
-    spread = f" ± {stdev(one.wer for one in group):.1%}" if len(group) > 1 else ""
-    reached = _steps_to_target(group)
+    known = [f"{first.lr:g}", f"{first.steps}"]
+    ended = finished(group)
+    if not ended:
+        return [*known, "diverged", *["—"] * 6]
+    lost = len(group) - len(ended)
+    reached = _steps_to_target(ended)
     return [
-        f"{first.lr:g}",
-        f"{first.steps}",
-        f"{_wer(group):.1%}{spread}",
-        f"{mean(one.cer for one in group):.1%}",
+        *known,
+        _wer(ended) + _spread(ended) + (f", {lost} of {len(group)} diverged" if lost else ""),
+        f"{mean(one.cer for one in ended if one.cer is not None):.1%}",
         "not reached" if reached is None else str(reached),
-        f"{mean(one.step_ms for one in group):.0f}",
-        f"{mean(one.seconds for one in group):.0f}",
-        f"{first.state_bytes / first.parameters:.2f}",
-        f"{mean(one.peak_bytes for one in group) / 2**20:.0f}",
+        f"{mean(one.step_ms for one in ended):.0f}",
+        f"{mean(one.seconds for one in ended):.0f}",
+        f"{ended[0].state_bytes / ended[0].parameters:.2f}",
+        f"{mean(one.peak_bytes for one in ended) / 2**20:.0f}",
     ]
+
+
+def _wer(group: Sequence[Outcome]) -> str:
+    return f"{mean_wer(group):.1%}"
+
+
+def _spread(group: Sequence[Outcome]) -> str:
+    rates = [one.wer for one in group if one.wer is not None]
+    return f" ± {stdev(rates):.1%}" if len(rates) > 1 else ""
 
 
 def _steps_to_target(group: Sequence[Outcome]) -> int | None:
@@ -252,7 +312,11 @@ def _steps_to_target(group: Sequence[Outcome]) -> int | None:
 
 def _examples(groups: dict[str, list[Outcome]]) -> str:
     """What was said, and what each wrote; words that were not said stand out."""
-    firsts = {label: group[0].examples[:EXAMPLES] for label, group in groups.items()}
+    firsts = {
+        label: finished(group)[0].examples[:EXAMPLES]
+        for label, group in groups.items()
+        if finished(group)
+    }
     head = "".join(f"<th>{escape(label)}</th>" for label in firsts)
     rows = []
     for row in zip(*firsts.values(), strict=False):
@@ -279,10 +343,6 @@ def _marked(heard: str, said: str) -> str:
         f"<del>{escape(word)}</del>" if place in wrong else escape(word)
         for place, word in enumerate(words)
     )
-
-
-def _wer(group: Sequence[Outcome]) -> float:
-    return mean(one.wer for one in group)
 
 
 def _by_label(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:

@@ -7,10 +7,16 @@ memory can be told, several can share a GPU, and a comparison that was stopped g
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
+import os
 import sys
+import threading
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
+from multiprocessing.connection import wait
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -20,19 +26,22 @@ from maxfactor.speech.audio import InputError
 from maxfactor.speech.metrics import read_metrics
 from maxfactor.speech.optimizers import default_lr
 from maxfactor.speech.preparation import prepare
-from maxfactor.speech.settings import Settings, check_same
+from maxfactor.speech.progress import Lines
+from maxfactor.speech.settings import SETTINGS, Settings, check_same
 from maxfactor.speech.shards import write_whole
-from maxfactor.speech.train import train
+from maxfactor.speech.train import DivergedError, Result, train
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from torch.optim import Optimizer
 
+    from maxfactor.speech.preparation import Prepared
     from maxfactor.speech.trainer import Trainer
 
 RESULT = "result.json"
+LOCK = "lock"  # held while a training goes on in a folder
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0)  # shares of an optimizer's own rate that are tried
 SAME_TIME = "same time"
 
@@ -51,8 +60,11 @@ class Run:
     def folder(self) -> str:
         """A name that no other run of the comparison has."""
         one = self.settings
-        rate = default_lr(one.optimizer) if one.lr is None else one.lr
-        return folder_name(one.optimizer, rate, one.steps, one.seed)
+        return folder_name(one.optimizer, _rate(one), one.steps, one.seed)
+
+
+def _rate(settings: Settings) -> float:
+    return default_lr(settings.optimizer) if settings.lr is None else settings.lr
 
 
 def folder_name(optimizer: str, lr: float, steps: int, seed: int) -> str:
@@ -69,19 +81,26 @@ class Outcome:
     lr: float
     seed: int
     steps: int
-    wer: float
-    cer: float
+    wer: float | None  # None where the training diverged
+    cer: float | None
     seconds: float  # of training, evaluations left out
     parameters: int
     state_bytes: int
     peak_bytes: int  # of GPU memory, or of the process where there is none
     examples: list[dict[str, str]]
     metrics: list[dict[str, Any]]
+    jobs: int = 1  # trainings that ran side by side, and slowed each other down
 
     @property
     def folder(self) -> str:
         """The run's folder among those of the comparison."""
         return folder_name(self.optimizer, self.lr, self.steps, self.seed)
+
+    @property
+    def loss(self) -> float:
+        """The last training loss that is known."""
+        losses = [line["loss"] for line in self.metrics if line.get("loss") is not None]
+        return losses[-1] if losses else math.inf
 
     @property
     def step_ms(self) -> float:
@@ -122,7 +141,8 @@ class Plan:
         chosen = replace(
             self.base,
             optimizer=optimizer,
-            lr=lr,
+            # Always a number: what is tried in tuning and what is not are the same training.
+            lr=default_lr(optimizer) if lr is None else lr,
             seed=self.base.seed + seed,
             utterances=self.base.utterance_count,  # the same for those that take more steps
         )
@@ -143,22 +163,31 @@ def compare(
         out: Folder, with one of its own for each training.
         jobs: Trainings at the same time.
         cache: Where synthesised speech is kept.
-        say: Is told a line for each training that ends.
+        say: Is told a line for each training that begins or ends.
     """
+    try:
+        return _compare(plan, out, jobs, cache, say)
+    except KeyboardInterrupt:
+        say("stopped; the same command goes on from the last checkpoints")
+        raise
+
+
+def _compare(
+    plan: Plan, out: Path, jobs: int, cache: Path | None, say: Callable[[str], None]
+) -> list[Outcome]:
     folder = out / RUNS
-    prepare(plan.base, cache)  # once, before many want it at once; wrong inputs show here
+    if plan.base.data is not None:
+        say(f"looking at {plan.base.data} …")
+    # Once, before many want it at once; wrong inputs show here.
+    prepare(plan.base, cache, None, _Told(say))
 
     def run_all(runs: Iterable[Run]) -> list[Outcome]:
         return _run_all(list(runs), folder, jobs, cache, say)
 
     rates: dict[str, float | None] = dict.fromkeys(plan.optimizers, plan.base.lr)
     if plan.tune:
-        tried = run_all(
-            plan.run(name, share * default_lr(name), 0)
-            for name in plan.optimizers
-            for share in GRID
-        )
-        rates = {name: _best_rate(tried, name) for name in plan.optimizers}
+        outcomes = run_all(_grid(plan))
+        rates = {name: _best_rate(outcomes, name) for name in plan.optimizers}
         say("best rates: " + ", ".join(f"{name} {rate:g}" for name, rate in rates.items()))
     outcomes = run_all(
         plan.run(name, rates[name], seed) for name in plan.optimizers for seed in range(plan.seeds)
@@ -168,21 +197,108 @@ def compare(
     return outcomes
 
 
+def _grid(plan: Plan) -> list[Run]:
+    """The trainings that look for the best rates."""
+    if not plan.tune:
+        return []
+    return [
+        plan.run(name, share * default_lr(name), 0) for name in plan.optimizers for share in GRID
+    ]
+
+
+def tried(plan: Plan, out: Path) -> list[Outcome]:
+    """What the rates came to that a comparison has tried, in a folder where it has ended."""
+    found = (_read(run, out / RUNS) for run in _grid(plan))
+    return [outcome for outcome in found if outcome is not None]
+
+
+def described(plan: Plan, prepared: Prepared) -> str:
+    """What all trainings of a comparison had in common, in one line."""
+    base, device = plan.base, plan.base.torch_device
+    parameters = sum(one.numel() for one in prepared.model.parameters() if one.requires_grad)
+    named = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    batch = f"batches of {base.batch_size}"
+    return ", ".join(
+        [
+            f"model {base.model} ({parameters / 1e6:.2f} M parameters)",
+            batch if base.grad_accum == 1 else f"{base.grad_accum} {batch} to a step",
+            f"{len(prepared.train)} utterances to train and {len(prepared.validation)} to validate",
+            f"{base.schedule} schedule with {base.warmup:.0%} warm-up",
+            base.dtype + (", SpecAugment" if base.spec_augment else ""),
+            named,
+        ]
+    )
+
+
+class _Told(Lines):
+    """Tells in lines how the synthesis goes, from its beginning on."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
+    def begin(self, what: str, total: int, done: int = 0) -> None:
+        """Say what begins."""
+        super().begin(what, total, done)
+        self.say(f"{what}: {total} utterances, but for those that are there …")
+
+    def say(self, line: str) -> None:
+        """Pass it on."""
+        self._say(line)
+
+
+def finished(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """Those that did not diverge."""
+    return [one for one in outcomes if one.wer is not None]
+
+
+def mean_wer(outcomes: Iterable[Outcome]) -> float:
+    """The mean word error rate of those that did not diverge; infinite where all did."""
+    rates = [one.wer for one in outcomes if one.wer is not None]
+    return mean(rates) if rates else math.inf
+
+
+def best_label(outcomes: Sequence[Outcome]) -> str:
+    """What is best in the mean over the seeds; who has diverged is behind who has not."""
+    groups: dict[str, list[Outcome]] = {}
+    for one in outcomes:
+        groups.setdefault(one.label, []).append(one)
+
+    def order(label: str) -> tuple[int, float]:
+        group = groups[label]
+        return len(group) - len(finished(group)), mean_wer(group)
+
+    return min(groups, key=order)
+
+
+def by_quality(outcome: Outcome) -> tuple[float, float, float]:
+    """Order of single trainings, the best first."""
+    if outcome.wer is None or outcome.cer is None:
+        return math.inf, math.inf, math.inf
+    return outcome.wer, outcome.cer, outcome.loss
+
+
 def _best_rate(tried: Sequence[Outcome], name: str) -> float:
-    return min((one for one in tried if one.optimizer == name), key=lambda one: one.wer).lr
+    own = [one for one in tried if one.optimizer == name]
+    if not finished(own):
+        return min(one.lr for one in own)  # the least hopeless
+    return min(own, key=by_quality).lr
 
 
 def _with_as_much_time(
     plan: Plan, outcomes: Sequence[Outcome], rates: dict[str, float | None]
 ) -> list[Run]:
     """Runs of the faster ones, with as many steps as fit into the first one's time."""
-    seconds = {
-        name: mean(one.seconds for one in outcomes if one.optimizer == name)
-        for name in plan.optimizers
-    }
+    taken: dict[str, list[float]] = {}
+    for one in finished(outcomes):
+        taken.setdefault(one.optimizer, []).append(one.seconds)
+    seconds = {name: mean(times) for name, times in taken.items()}
+    if plan.optimizers[0] not in seconds:
+        return []
     allowed = seconds[plan.optimizers[0]]
     runs = []
     for name in plan.optimizers[1:]:
+        if name not in seconds:
+            continue
         steps = int(plan.base.steps * allowed / seconds[name])
         if steps > plan.base.steps:
             for seed in range(plan.seeds):
@@ -198,44 +314,128 @@ def _run_all(
     """Outcomes in the order of the runs, each from a fresh process unless it is there already."""
     found = {run.folder: _read(run, folder) for run in runs}
     missing = [run for run in runs if found[run.folder] is None]
-    work = partial(_train_one, folder=folder, cache=cache)
-    # One process for each training: what one took in memory must not be counted for the next.
-    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
-        for number, (name, outcome) in enumerate(pool.imap_unordered(work, missing), 1):
-            found[name] = outcome
+    waiting = iter(enumerate(missing, 1))
+
+    def begin() -> None:
+        for number, run in islice(waiting, 1):
+            one = run.settings
             say(
-                f"{number} of {len(missing)}: {outcome.label}, lr {outcome.lr:g}, seed "
-                f"{outcome.seed}: WER {outcome.wer:.1%} in {outcome.seconds:.0f} s"
+                f"training {number} of {len(missing)}: {run.label}, lr {_rate(one):g}, seed "
+                f"{one.seed}, {one.steps} steps …"
             )
+
+    work = partial(_train_one, folder=folder, cache=cache, jobs=jobs)
+    # One process for each training: what one took in memory must not be counted for the next.
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(jobs, _end_with_parent, maxtasksperchild=1) as pool:
+        for _ in range(jobs):  # the first ones; each that ends makes room for another
+            begin()
+        for name, outcome in pool.imap_unordered(work, missing):
+            found[name] = outcome
+            say(_told(outcome))
+            begin()
     return [outcome for outcome in (found[run.folder] for run in runs) if outcome is not None]
 
 
-def _train_one(run: Run, folder: Path, cache: Path | None) -> tuple[str, Outcome]:
+def _told(outcome: Outcome) -> str:
+    came_to = "diverged"
+    if outcome.wer is not None:
+        came_to = f"WER {outcome.wer:.1%} in {outcome.seconds:.0f} s"
+    return f"{outcome.label}, lr {outcome.lr:g}, seed {outcome.seed}: {came_to}"
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it has ended, however that was.
+
+    Else a training of a comparison that was killed would go on, beside that of the next one.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    sentinel = parent.sentinel
+
+    def watch() -> None:
+        wait([sentinel])
+        os._exit(1)  # not through the main thread, which may be busy for long
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def _alone_in(out: Path) -> Iterator[None]:
+    """Keep other processes out of a training's folder; the lock goes with the process."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"{out}: another process trains here; wait for its end, or take another --out"
+            ) from error
+        yield
+
+
+def _share_cores(device: torch.device, jobs: int) -> None:
+    """Take a share of the cores: all of them for each of several trainings is far slower."""
+    if device.type == "cpu" and jobs > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
+
+
+def _train_one(run: Run, folder: Path, cache: Path | None, jobs: int) -> tuple[str, Outcome]:
     """Train in this process, going on with what is there."""
-    out = folder / run.folder
+    _share_cores(run.settings.torch_device, jobs)
+    with _alone_in(folder / run.folder):
+        return run.folder, _trained(run, folder / run.folder, cache, jobs)
+
+
+def _trained(run: Run, out: Path, cache: Path | None, jobs: int) -> Outcome:
     settings = run.settings
     prepared = prepare(settings, cache, 1)
-    result = train(settings, out, resume=(out / "settings.json").exists(), prepared=prepared)
-    if result.evaluation is None:
-        raise InputError(f"{out}: stopped; the same command goes on")
-    trainer = result.trainer
+    parameters = sum(one.numel() for one in prepared.model.parameters() if one.requires_grad)
     outcome = Outcome(
         label=run.label,
         optimizer=settings.optimizer,
-        lr=default_lr(settings.optimizer) if settings.lr is None else settings.lr,
+        lr=_rate(settings),
         seed=settings.seed,
         steps=settings.steps,
+        wer=None,
+        cer=None,
+        seconds=0.0,
+        parameters=parameters,
+        state_bytes=0,
+        peak_bytes=0,
+        examples=[],
+        metrics=[],
+        jobs=jobs,
+    )
+    try:
+        result = train(settings, out, resume=(out / SETTINGS).exists(), prepared=prepared)
+    except DivergedError:  # a result like another: the other trainings go on
+        outcome = replace(outcome, metrics=read_metrics(out))
+    else:
+        outcome = _with_result(outcome, result, out)
+    write_whole(out / RESULT, json.dumps(asdict(outcome), indent=1).encode())
+    return outcome
+
+
+def _with_result(outcome: Outcome, result: Result, out: Path) -> Outcome:
+    if result.evaluation is None:
+        raise InputError(f"{out}: stopped; the same command goes on")
+    return replace(
+        outcome,
         wer=result.evaluation.wer,
         cer=result.evaluation.cer,
         seconds=result.seconds,
-        parameters=sum(one.numel() for one in trainer.model.parameters() if one.requires_grad),
-        state_bytes=state_bytes(trainer.optimizers),
-        peak_bytes=_peak_bytes(trainer),
+        state_bytes=state_bytes(result.trainer.optimizers),
+        peak_bytes=_peak_bytes(result.trainer),
         examples=[example._asdict() for example in result.evaluation.examples],
         metrics=read_metrics(out),
     )
-    write_whole(out / RESULT, json.dumps(asdict(outcome), indent=1).encode())
-    return run.folder, outcome
 
 
 def state_bytes(optimizers: Sequence[Optimizer]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import time
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from maxfactor.speech import checkpoint
 from maxfactor.speech.audio import InputError
 from maxfactor.speech.metrics import Metrics, NoMetrics
 from maxfactor.speech.model import SIZES
-from maxfactor.speech.optimizers import check_cut, check_installed
+from maxfactor.speech.optimizers import check_cut, check_installed, default_lr
 from maxfactor.speech.parallel import Alone, check_batch, started
 from maxfactor.speech.preparation import Prepared, prepare
 from maxfactor.speech.progress import Pace, Reporter, Silent
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 
 LOG_EVERY = 10  # steps
 MEMORIES = 50  # how often a training notes what FAM remembers
+
+
+class DivergedError(InputError):
+    """A training whose loss is no number any more: nothing later can mend it."""
 
 
 @dataclass(frozen=True)
@@ -148,11 +153,18 @@ def train_until(
     """Train up to a step, or until asked to stop; the device is waited for once, at the end."""
     start, first = time.perf_counter(), trainer.step
     losses: list[Tensor] = []
-    with repeatable(trainer.device):
-        while trainer.step < until and not (losses and stopping()):
-            losses.append(trainer.train_step(next(batches)))
-    loss = trainer.ranks.mean(float(torch.stack(losses).mean()))
-    trainer.check()
+    try:
+        with repeatable(trainer.device):
+            while trainer.step < until and not (losses and stopping()):
+                losses.append(trainer.train_step(next(batches)))
+        loss = trainer.ranks.mean(float(torch.stack(losses).mean()))
+        trainer.check()
+    except FloatingPointError as error:  # our optimizers give up
+        raise DivergedError(f"step {trainer.step}: {error}") from error
+    # A single loss that is none may be of a step that was skipped; the last one is of weights
+    # that all steps before have left behind.
+    if not math.isfinite(loss) and not math.isfinite(trainer.ranks.mean(float(losses[-1]))):
+        raise DivergedError(_not_finite(trainer, loss))
     seconds = time.perf_counter() - start
     trainer.seconds += seconds
     return Pace(
@@ -163,6 +175,12 @@ def train_until(
         steps_per_second=(trainer.step - first) / seconds,
         seconds=trainer.seconds,
     )
+
+
+def _not_finite(trainer: Trainer, loss: float) -> str:
+    settings = trainer.settings
+    lr = default_lr(settings.optimizer) if settings.lr is None else settings.lr
+    return f"the loss is {loss} at step {trainer.step}; lower --lr, which is {lr:g}"
 
 
 def _tells_memory(settings: Settings, step: int) -> bool:
