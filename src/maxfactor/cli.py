@@ -367,7 +367,8 @@ def _compare(
     best = min(group, key=by_quality)
     counted = "" if len(group) == 1 else f" (mean of {len(group)} seeds)"
     typer.echo(f"best:    {label}, WER {mean_wer(group):.1%}{counted}. Try it:")
-    typer.echo(f"  {_command()} transcribe {out / RUNS / best.folder} {example}")
+    paths = shlex.join([str(out / RUNS / best.folder), str(example)])
+    typer.echo(f"  {_command()} transcribe {paths}")
 
 
 def _summary(settings: Settings, out: Path, result: Result, evaluation: Evaluation) -> None:
