@@ -323,6 +323,57 @@ def test_fused_says_why_it_cannot() -> None:
         MaxFactor([{"params": [param], "fused": True}])
 
 
+ROUND, ODD = [(8, 16), (16,), (4, 8)], [(8, 16), (5,), (3, 7)]
+SINGLE, BOTH = (torch.float32,), (torch.float32, torch.bfloat16)
+
+
+class Counted:
+    """A kernel whose launches are counted."""
+
+    def __init__(self, kernel: Any, seen: list[Any]) -> None:
+        self.kernel, self.seen = kernel, seen
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.seen.append(self.kernel)
+        return self.kernel[grid]
+
+
+@pytest.mark.parametrize(
+    ("cls", "shapes", "dtypes", "launches"),
+    [
+        (MaxFactor, ROUND, SINGLE, 4),
+        (MaxFactor, ODD, SINGLE, 7),
+        (MaxFactor, ROUND, BOTH, 7),
+        (MaxFactor, ODD * 5, BOTH, 7),
+        (Adafactor, ROUND, SINGLE, 5),
+    ],
+)
+def test_launches(
+    monkeypatch: pytest.MonkeyPatch,
+    cls: type[Any],
+    shapes: list[tuple[int, ...]],
+    dtypes: tuple[torch.dtype, ...],
+    launches: int,
+) -> None:
+    """As many as the README says, however many tensors there are."""
+    module = pytest.importorskip("maxfactor.backends.fused")
+    seen: list[Any] = []
+    for name in ("statistics", "finalize", "maxima", "filtered", "rescale", "apply"):
+        monkeypatch.setattr(module, name, Counted(getattr(module, name), seen))
+    params = [
+        torch.nn.Parameter(torch.randn(shape).to(DEVICE, dtype))
+        for shape in shapes
+        for dtype in dtypes
+    ]
+    optimizer = cls(params, fused=True)
+    for _ in range(2):  # the first step measures the weights too
+        seen.clear()
+        for param in params:
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+    assert len(seen) == launches
+
+
 @needs_gpu
 @pytest.mark.parametrize("cls", [MaxFactor, Adafactor])
 def test_no_wait_and_few_launches(cls: type[Any]) -> None:

@@ -410,13 +410,16 @@ def test_a_trained_model_learns_another_language(
     assert result.exit_code == 0, result.output
 
 
-def test_own_recordings_are_trained_on(tmp_path: Path, cache: Path) -> None:
+def recorded(folder: Path, cache: Path) -> list[str]:
+    """24 recordings, as lines of a TSV beside them."""
     spoken = synth.synthesise(synth.Script("digits"), 24, cache, 1)
-    listing = []
     for number in range(24):
-        path = tmp_path / f"{number}.wav"
-        soundfile.write(path, spoken[number].samples, SAMPLE_RATE)
-        listing.append(f"{path.name}\t{spoken[number].text}\n")
+        soundfile.write(folder / f"{number}.wav", spoken[number].samples, SAMPLE_RATE)
+    return [f"{number}.wav\t{spoken[number].text}\n" for number in range(24)]
+
+
+def test_own_recordings_are_trained_on(tmp_path: Path, cache: Path) -> None:
+    listing = recorded(tmp_path, cache)
     (tmp_path / "train.tsv").write_text("".join(listing[:20]))
     (tmp_path / "validation.tsv").write_text("".join(listing[20:]))
     out = tmp_path / "out"
@@ -430,12 +433,7 @@ def test_own_recordings_are_trained_on(tmp_path: Path, cache: Path) -> None:
 
 def test_going_on_with_other_recordings_is_refused(tmp_path: Path, cache: Path) -> None:
     """They would come in another order, and spell with other tokens."""
-    spoken = synth.synthesise(synth.Script("digits"), 24, cache, 1)
-    listing = []
-    for number in range(24):
-        path = tmp_path / f"{number}.wav"
-        soundfile.write(path, spoken[number].samples, SAMPLE_RATE)
-        listing.append(f"{path.name}\t{spoken[number].text}\n")
+    listing = recorded(tmp_path, cache)
     data = tmp_path / "all.tsv"
     data.write_text("".join(listing))
     settings = Settings(

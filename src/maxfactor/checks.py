@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 
@@ -66,6 +66,13 @@ def check_share(name: str, value: object) -> float:
     if not 0.0 <= number < 1.0:
         raise ValueError(f"{name} must lie in [0, 1), got {number}")
     return number
+
+
+def check_whole(name: str, value: object) -> int:
+    """Return `value` as an int if it is a whole number of any kind, numpy's too."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be a whole number, got {value!r} ({type(value).__name__})")
+    return int(value)
 
 
 def check_count(name: str, value: object, low: int, high: int | None = None) -> int:

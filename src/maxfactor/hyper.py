@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +23,7 @@ from maxfactor.checks import (
     check_pair,
     check_positive,
     check_share,
+    check_whole,
 )
 from maxfactor.fam import FAM, as_setting
 
@@ -100,9 +100,7 @@ def check_seed(value: object) -> int:
     """
     if value is None:
         return SHARED_SEED if is_distributed() else torch.initial_seed()
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"seed must be a whole number, got {value!r} ({type(value).__name__})")
-    return int(value)
+    return check_whole("seed", value)
 
 
 def is_distributed() -> bool:

@@ -79,14 +79,13 @@ class FactoredOptimizer(Optimizer):
                 )
         hyper = self.hyper_class.from_group({**self.defaults, **group})
         super().add_param_group({**group, **hyper.as_group()})
-        self._has_fixed_momentum = [*map(has_fixed_momentum, self.param_groups)]
         try:
             for name, param in self._named_group(len(self.param_groups) - 1):
                 _check_parameter(name, param)
         except TypeError:
             self.param_groups.pop()
-            self._has_fixed_momentum.pop()
             raise
+        self._has_fixed_momentum = [*map(has_fixed_momentum, self.param_groups)]
 
     @overload
     def step(self, closure: None = None) -> None: ...

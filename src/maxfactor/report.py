@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
-from maxfactor.speech.compare import best_label, finished, mean_wer
+from maxfactor.speech.compare import best_label, by_label, finished, mean_wer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +56,7 @@ def report(
         settings: What all trainings had in common, in one line.
         tried: Of the trainings that looked for the best rates.
     """
-    groups = _by_label(outcomes)
+    groups = by_label(outcomes)
     colors = {label: COLORS[index % len(COLORS)] for index, label in enumerate(groups)}
     charts = [
         _curves(groups, colors, "wer", "step", "Word error rate", "steps"),
@@ -68,7 +68,7 @@ def report(
         _heat_map(label, group[0]) for label, group in groups.items() if _memories(group[0])
     ]
     about = [_headline(groups), *filter(None, (_sentence(settings), _side_by_side(outcomes)))]
-    return _page(title, about, groups, colors, charts, heat_maps, _by_label(tried))
+    return _page(title, about, groups, colors, charts, heat_maps, by_label(tried))
 
 
 def _page(
@@ -343,10 +343,3 @@ def _marked(heard: str, said: str) -> str:
         f"<del>{escape(word)}</del>" if place in wrong else escape(word)
         for place, word in enumerate(words)
     )
-
-
-def _by_label(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    groups: dict[str, list[Outcome]] = defaultdict(list)
-    for outcome in outcomes:
-        groups[outcome.label].append(outcome)
-    return dict(groups)

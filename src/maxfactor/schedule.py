@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from maxfactor.checks import check_number, check_positive
+from maxfactor.checks import check_number, check_positive, check_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,11 +92,10 @@ class AdaptiveSchedule(LRScheduler):
 
 
 def _check_steps(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be a whole number, got {value!r} ({type(value).__name__})")
-    if value < 0:
-        raise ValueError(f"{name} must not be negative, got {value}")
-    return int(value)
+    steps = check_whole(name, value)
+    if steps < 0:
+        raise ValueError(f"{name} must not be negative, got {steps}")
+    return steps
 
 
 def _check_decay_factor(value: object) -> float:

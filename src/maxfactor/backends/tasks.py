@@ -153,13 +153,10 @@ def weight_sizes(works: Sequence[Work], t: Scalar, measure: Callable[[], Tensor]
     first = torch.stack(kept)
     if not isinstance(t, Tensor) and t != 1 and keep_to_first(works):
         return first
-    present = measure()
-    if isinstance(t, Tensor):
-        first = torch.where(t.reshape(-1) == 1, present, first)
-    elif t == 1:
-        first = present
-    torch._foreach_copy_(kept, first.unbind())
-    return torch.where(first > 0, first, present)
+    t = t.reshape(-1) if isinstance(t, Tensor) else t
+    sizes, now = rule.weight_size(measure(), first, t)
+    torch._foreach_copy_(kept, now["initial_rms"].unbind())
+    return sizes
 
 
 def keep_to_first(works: Sequence[Work]) -> bool:

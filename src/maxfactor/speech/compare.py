@@ -44,8 +44,6 @@ RESULT = "result.json"
 LOCK = "lock"  # held while a training goes on in a folder
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0)  # shares of an optimizer's own rate that are tried
 SAME_TIME = "same time"
-
-
 RUNS = "runs"  # the folder of the trainings
 
 
@@ -60,11 +58,7 @@ class Run:
     def folder(self) -> str:
         """A name that no other run of the comparison has."""
         one = self.settings
-        return folder_name(one.optimizer, _rate(one), one.steps, one.seed)
-
-
-def _rate(settings: Settings) -> float:
-    return default_lr(settings.optimizer) if settings.lr is None else settings.lr
+        return folder_name(one.optimizer, one.rate, one.steps, one.seed)
 
 
 def folder_name(optimizer: str, lr: float, steps: int, seed: int) -> str:
@@ -257,11 +251,17 @@ def mean_wer(outcomes: Iterable[Outcome]) -> float:
     return mean(rates) if rates else math.inf
 
 
-def best_label(outcomes: Sequence[Outcome]) -> str:
-    """What is best in the mean over the seeds; who has diverged is behind who has not."""
+def by_label(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
+    """The trainings of each label, which are those of its seeds."""
     groups: dict[str, list[Outcome]] = {}
     for one in outcomes:
         groups.setdefault(one.label, []).append(one)
+    return groups
+
+
+def best_label(outcomes: Sequence[Outcome]) -> str:
+    """What is best in the mean over the seeds; who has diverged is behind who has not."""
+    groups = by_label(outcomes)
 
     def order(label: str) -> tuple[int, float]:
         group = groups[label]
@@ -320,7 +320,7 @@ def _run_all(
         for number, run in islice(waiting, 1):
             one = run.settings
             say(
-                f"training {number} of {len(missing)}: {run.label}, lr {_rate(one):g}, seed "
+                f"training {number} of {len(missing)}: {run.label}, lr {one.rate:g}, seed "
                 f"{one.seed}, {one.steps} steps …"
             )
 
@@ -400,7 +400,7 @@ def _trained(run: Run, out: Path, cache: Path | None, jobs: int) -> Outcome:
     outcome = Outcome(
         label=run.label,
         optimizer=settings.optimizer,
-        lr=_rate(settings),
+        lr=settings.rate,
         seed=settings.seed,
         steps=settings.steps,
         wer=None,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from maxfactor.checks import check_count, check_positive, check_share
 from maxfactor.speech import corpus
 from maxfactor.speech.audio import InputError
 from maxfactor.speech.optimizers import default_lr
@@ -93,13 +94,11 @@ class Settings:
         _check_choice("schedule", self.schedule, SCHEDULES)
         _check_choice("dtype", self.dtype, DTYPES)
         for name in COUNTS:
-            count = getattr(self, name)
-            if count is not None and count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
-        if not 0.0 <= self.warmup < 1.0:
-            raise ValueError(f"warmup must lie in [0, 1), got {self.warmup}")
-        if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0.0):
-            raise ValueError(f"lr must be finite and positive, got {self.lr}")
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), 1)
+        check_share("warmup", self.warmup)
+        if self.lr is not None:
+            check_positive("lr", self.lr)
         _check_not_negative("weight_decay", self.weight_decay, "0 is none")
         _check_not_negative("clip", self.clip, "0 is no clipping")
         if not 0 <= self.seed < SEEDS:
@@ -108,6 +107,11 @@ class Settings:
             raise ValueError(f"validation must come with data, got {self.validation!r} alone")
         if self.device != "auto":
             parse_device(self.device)
+
+    @property
+    def rate(self) -> float:
+        """The highest learning rate: the one given, or the optimizer's own."""
+        return default_lr(self.optimizer) if self.lr is None else self.lr
 
     @property
     def utterance_count(self) -> int:

@@ -17,7 +17,7 @@ from maxfactor.speech import checkpoint
 from maxfactor.speech.audio import InputError
 from maxfactor.speech.metrics import Metrics, NoMetrics
 from maxfactor.speech.model import SIZES
-from maxfactor.speech.optimizers import check_cut, check_installed, default_lr
+from maxfactor.speech.optimizers import check_cut, check_installed
 from maxfactor.speech.parallel import Alone, check_batch, started
 from maxfactor.speech.preparation import Prepared, prepare
 from maxfactor.speech.progress import Pace, Reporter, Silent
@@ -178,9 +178,8 @@ def train_until(
 
 
 def _not_finite(trainer: Trainer, loss: float) -> str:
-    settings = trainer.settings
-    lr = default_lr(settings.optimizer) if settings.lr is None else settings.lr
-    return f"the loss is {loss} at step {trainer.step}; lower --lr, which is {lr:g}"
+    rate = trainer.settings.rate
+    return f"the loss is {loss} at step {trainer.step}; lower --lr, which is {rate:g}"
 
 
 def _tells_memory(settings: Settings, step: int) -> bool:
@@ -224,13 +223,12 @@ def check_folder(out: Path, settings: Settings, resume: bool) -> Path | None:
     """
     check_writable(out, "--out")
     found = checkpoint.checkpoints(out)
-    if not resume:
-        if found:
-            raise InputError(
-                f"{out}: holds a training already; --resume goes on with it, --out names another"
-            )
-    else:
+    if resume:
         check_same(out, settings)
+    elif found:
+        raise InputError(
+            f"{out}: holds a training already; --resume goes on with it, --out names another"
+        )
     if found:
         return found[-1]
     check_model(settings)

@@ -70,8 +70,7 @@ class Trainer:
         self.optimizers = make_optimizer(
             self.model, settings.optimizer, settings.lr, settings.weight_decay, takes_graphs
         )
-        groups = [group for one in self.optimizers for group in one.param_groups]
-        self._rates = [float(group["lr"]) for group in groups]
+        self._rates = [float(group["lr"]) for group in self._groups]
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=settings.dtype == "fp16")
         self._augmenting = Generator()
         self._graphs = PassGraphs(self.model, self._gradients) if takes_graphs else None
@@ -79,7 +78,8 @@ class Trainer:
         captured = takes_graphs and captures(self.optimizers)
         self._run_update = UpdateGraph(self._update) if captured else self._update
         # The rates of groups, where a graph finds them, and the same one by one.
-        self._rates_there = torch.zeros(len(groups), device=self.device) if captured else None
+        count = len(self._rates)
+        self._rates_there = torch.zeros(count, device=self.device) if captured else None
         self._rate_there = [] if self._rates_there is None else list(self._rates_there)
         self.step = 0
         self.seconds = 0.0
@@ -215,6 +215,11 @@ class Trainer:
         }
 
     @property
+    def _groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers, which a checkpoint that is loaded replaces."""
+        return [group for one in self.optimizers for group in one.param_groups]
+
+    @property
     def _part(self) -> Part:
         return Part(self.ranks.rank, self.ranks.world)
 
@@ -291,8 +296,7 @@ class Trainer:
             now = torch.tensor(rates, dtype=torch.float32).pin_memory()
             self._rates_there.copy_(now, non_blocking=True)
             rates = self._rate_there
-        groups = [group for one in self.optimizers for group in one.param_groups]
-        for group, rate in zip(groups, rates, strict=True):
+        for group, rate in zip(self._groups, rates, strict=True):
             group["lr"] = rate
 
 
