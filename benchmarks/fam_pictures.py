@@ -460,13 +460,13 @@ LOOKS = {
 
 
 def rates_picture(rows: Sequence[Record]) -> Figure:
-    """Word error rate of the first seed against the rate, as a multiple of the best one."""
+    """Word error rate, mean of a rate's seeds, against the rate as a multiple of the best one."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for row in sorted(rows, key=lambda row: row["wer_mean"]):
         look = LOOKS[row["name"]]
         rates = [float(rate) / row["lr"] for rate in row["tried"]]
-        errors = [wers[0] for wers in row["tried"].values()]
+        errors = [mean(wers) for wers in row["tried"].values()]
         label = f"{look.label}: {row['lr']:g}"
         axes.plot(rates, errors, look.marker + "-", color=look.colour, markersize=5, label=label)
     axes.set_xscale("log", base=2)
@@ -476,7 +476,7 @@ def rates_picture(rows: Sequence[Record]) -> Figure:
     axes.set_yticks(ticks := [0.5, 1, 2, 5, 10, 20, 50, 100], [f"{tick:g} %" for tick in ticks])
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("learning rate, in multiples of the best one (in the legend)")
-    axes.set_title("Word error rate on unseen sentences, first seed")
+    axes.set_title("Word error rate on unseen sentences, mean of a rate's seeds")
     axes.grid(color=GRID, linewidth=0.8)
     figure.legend(**BELOW, ncols=2)
     return figure
@@ -519,10 +519,9 @@ def bar_of_errors(axes: Axes, at: int, row: Record, colour: str) -> None:
         label = f"{height:.0f} %  →"
         axes.text(MOST - 0.3, at, label, ha="right", va="center", color="white", fontsize=10)
         return
-    offsets = (-0.16, 0.0, 0.16)
-    axes.plot(
-        row["wer"], [at + y for y in offsets[: len(row["wer"])]], "o", color=INK, markersize=3
-    )
+    seeds = len(row["wer"])
+    offsets = [0.4 * (number - (seeds - 1) / 2) / max(seeds, 3) for number in range(seeds)]
+    axes.plot(row["wer"], [at + y for y in offsets], "o", color=INK, markersize=3)
     axes.text(max(row["wer"]) + 0.3, at, f"{height:.2f}", va="center", fontsize=10)
 
 

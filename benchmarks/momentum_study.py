@@ -9,10 +9,11 @@ it never heard. One command for a table:
     python benchmarks/momentum_study.py report --out runs                  # all tables
 
 Every row of a table is an optimizer with settings. Its learning rates are tried with the first
-seed, the best one is run with all seeds, and if that lies at the edge of the rates, further ones
-are tried. Trainings run side by side in worker processes, on CUDA under MPS where it is there.
-A finished run is one line of OUT/TABLE.jsonl at once; what is in a file of OUT already is not run
-again, so the same command goes on where it was stopped.
+seed (some rows: three), the best one is run with all seeds, and if that lies at the edge of the
+rates, further ones are tried (not where three seeds choose). Trainings run side by side in worker
+processes, on CUDA under MPS where it is there. A finished run is one line of OUT/TABLE.jsonl at
+once; what is in a file of OUT already is not run again, so the same command goes on where it was
+stopped.
 
 Speech comes from espeak-ng: the package espeakng-loader, or the library and the data folder that
 MAXFACTOR_ESPEAK_LIBRARY and MAXFACTOR_ESPEAK_DATA name.
@@ -29,7 +30,7 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "momentum_study.json"
-SEEDS = (0, 1, 2)
 MOST_EXTENSIONS = 2  # rates that are added beyond the edge of those given
 HOPELESS = 95.0  # per cent of the words wrong
 
@@ -102,7 +102,7 @@ class Results:
 def rates_of(row: Entry, results: Results) -> list[float]:
     """The rates of a row, with those beyond the edge that the best one calls for."""
     rates = sorted(row.rates)
-    if row.every_rate or len(rates) < 3:
+    if row.search > 1 or len(rates) < 3:
         return rates
     for _ in range(MOST_EXTENSIONS):
         best = best_rate(row, rates, results)
@@ -117,10 +117,16 @@ def rates_of(row: Entry, results: Results) -> list[float]:
 
 
 def best_rate(row: Entry, rates: Sequence[float], results: Results) -> float | None:
-    """The rate with the fewest word errors with the first seed; None while one is missing."""
-    found = [(lr, results.of(row.at(lr))) for lr in rates]
-    known = [(*cost(record), lr) for lr, record in found if record is not None]
-    return min(known)[2] if len(known) == len(rates) else None
+    """The rate with the fewest word errors; None while a run is missing that is to tell."""
+    judged = {lr: searched(row, lr, results) for lr in rates}
+    if any(len(found) < row.search for found in judged.values()):
+        return None
+    return min(judged, key=lambda lr: mean_cost(judged[lr]))
+
+
+def searched(row: Entry, lr: float, results: Results) -> list[Record]:
+    """The runs by which a rate is judged."""
+    return records(row, lr, results)[: row.search]
 
 
 def hopeless(run: Run, results: Results) -> bool:
@@ -129,9 +135,10 @@ def hopeless(run: Run, results: Results) -> bool:
     return record is not None and record["wer"] >= HOPELESS
 
 
-def cost(record: Record) -> tuple[float, float]:
+def mean_cost(found: Sequence[Record]) -> tuple[float, float]:
     """What is to be low: word errors, and among equals the training loss."""
-    return record["wer"], math.inf if record["loss"] is None else record["loss"]
+    lost = [math.inf if record["loss"] is None else record["loss"] for record in found]
+    return mean(wers(found)), mean(lost)
 
 
 def due(rows: Sequence[Entry], results: Results, stage: str) -> list[Run]:
@@ -140,11 +147,11 @@ def due(rows: Sequence[Entry], results: Results, stage: str) -> list[Run]:
     for row in rows:
         rates = rates_of(row, results)
         if stage != "seeds":
-            wanted.update({run.key: run for run in (row.at(lr) for lr in rates)})
+            runs = [row.at(lr, seed) for seed in range(row.search) for lr in rates]
+            wanted.update({run.key: run for run in runs})
         best = best_rate(row, rates, results)
         if stage != "search" and best is not None:
-            chosen = rates if row.every_rate else [best]
-            runs = [row.at(lr, seed) for lr in chosen for seed in SEEDS]
+            runs = [row.at(best, seed) for seed in range(row.seeds)]
             wanted.update({run.key: run for run in runs})
     return [run for key, run in wanted.items() if key not in results.done]
 
@@ -315,7 +322,7 @@ def checked(
 
 
 def report(options: argparse.Namespace) -> None:
-    """Print every table that has runs, and write all of it as JSON."""
+    """Print every table that has runs, and write all of it as JSON, the runs line by line."""
     results = Results.read(options.out)
     where = options.out / "machine.json"
     tables = {}
@@ -327,11 +334,19 @@ def report(options: argparse.Namespace) -> None:
         "command": "python benchmarks/momentum_study.py TABLE --device cuda",
         "machine": json.loads(where.read_text()) if where.exists() else None,
         "tables": tables,
-        "runs": list(results.done.values()),
     }
     write(options.json, written)
+    lines = [json.dumps(strict(record), allow_nan=False) for record in results.done.values()]
+    options.json.with_name(f"{options.json.stem}_runs.jsonl").write_text("\n".join(lines) + "\n")
     for table in tables:
         print_table(table, entries_of(table, options.quick), results)
+
+
+def strict(value: Any) -> Any:
+    """The same with infinity as a word, since JSON has none."""
+    if isinstance(value, dict):
+        return {key: strict(inner) for key, inner in value.items()}
+    return str(value) if isinstance(value, float) and math.isinf(value) else value
 
 
 def summary(row: Entry, results: Results) -> Record:
@@ -341,18 +356,19 @@ def summary(row: Entry, results: Results) -> Record:
     found: Record = {"name": row.name, "tried": {f"{lr:g}": wers(tried[lr]) for lr in tried}}
     if not tried:
         return found
-    # A rate is chosen by the first seed, unless all rates have all seeds.
-    judged = {lr: tried[lr] if row.every_rate else tried[lr][:1] for lr in tried}
-    best = min(tried, key=lambda lr: [mean(x) for x in zip(*map(cost, judged[lr]), strict=True)])
+    # Rates are judged by the same seeds, also while some are missing.
+    common = min(row.search, *(len(found) for found in tried.values()))
+    judged = {lr: tried[lr][:common] for lr in tried}
+    best = min(judged, key=lambda lr: mean_cost(judged[lr]))
     chosen = tried[best]
     found |= {
         "lr": best,
         "lr_at_edge": best in (rates[0], rates[-1]),
-        "complete": len(tried) == len(rates) and len(chosen) == len(SEEDS),
+        "complete": best_rate(row, rates, results) is not None and len(chosen) == row.seeds,
         "wer": wers(chosen),
         "wer_mean": round(mean(wers(chosen)), 6),
         "loss": round(mean(finals), 4) if (finals := losses(chosen)) else None,
-        "range": round(usable_range(tried), 3),
+        "range": round(usable_range(judged if row.search > 1 else tried), 3),
         "nan_at": [lr for lr in tried if any(record["nan"] for record in tried[lr])],
         "ms_per_step": median(record["ms_per_step"] for record in chosen),
         "state_bytes_per_parameter": chosen[0]["state_bytes_per_parameter"],
@@ -364,7 +380,7 @@ def summary(row: Entry, results: Results) -> Record:
 
 def records(row: Entry, lr: float, results: Results) -> list[Record]:
     """The runs of a row at a rate, by seed."""
-    found = (results.of(row.at(lr, seed)) for seed in SEEDS)
+    found = (results.of(row.at(lr, seed)) for seed in range(row.seeds))
     return [record for record in found if record is not None]
 
 

@@ -19,7 +19,8 @@ class Entry:
     name: str
     run: Run
     rates: tuple[float, ...]
-    every_rate: bool = False  # all seeds at all rates, not only at the best
+    search: int = 1  # seeds at each rate, by whose mean the best one is chosen
+    seeds: int = 3  # at the best rate
 
     def at(self, lr: float, seed: int = 0) -> Run:
         """The run with a rate and a seed."""
@@ -27,14 +28,18 @@ class Entry:
 
 
 def entry(
-    name: str, optimizer: str, rates: Sequence[float], every_rate: bool = False, **settings: Any
+    name: str,
+    optimizer: str,
+    rates: Sequence[float],
+    search: int = 1,
+    seeds: int = 3,
+    **settings: Any,
 ) -> Entry:
     """A row; `settings` are fields of Run, and anything else is an argument of `for_model`."""
     fields = {key: settings.pop(key) for key in list(settings) if key in Run.__dataclass_fields__}
     run = Run(optimizer, lr=rates[0], **fields)
-    return Entry(
-        name, replace(run, settings={**run.settings, **settings}), tuple(rates), every_rate
-    )
+    run = replace(run, settings={**run.settings, **settings})
+    return Entry(name, run, tuple(rates), search, seeds)
 
 
 def fam(**settings: Any) -> dict[str, Any]:
@@ -46,13 +51,15 @@ ADAMW = (5e-4, 1e-3, 2e-3, 4e-3)
 OURS = (0.005, 0.01, 0.02, 0.04)
 FIXED = (0.95, 0.9, 0.98, 0.8)
 NO_CLIP = 1e9  # of the update; infinity is no JSON
+# A model that learnt English with AdamW learns German.
+GERMAN: dict[str, Any] = {"language": "de", "start": "english", "train": 600, "steps": 500}
 
 
 def main_table() -> list[Entry]:
     """Peers and recipes."""
     return [
-        entry("muon + adamw", "muon", (0.005, 0.01, 0.02, 0.04)),
-        entry("speech", "speech", (0.01, 0.02, 0.04, 0.08)),
+        entry("muon + adamw", "muon", (0.005, 0.01, 0.02, 0.04), search=3, seeds=6),
+        entry("speech", "speech", (0.01, 0.02, 0.04, 0.08), search=3, seeds=6),
         entry("adamw, clip 1", "adamw", ADAMW, clip=1.0),
         entry("adafactor (torch)", "adafactor", (0.01, 0.02, 0.04, 0.08)),
         entry("fam", "fam", (0.01, 0.02, 0.04, 0.08)),
@@ -66,19 +73,25 @@ def short_table() -> list[Entry]:
     """Peers and recipes with half the steps, where more words are still wrong."""
     names = ("muon + adamw", "speech", "adamw, clip 1", "fam")
     return [
-        replace(row, run=replace(row.run, steps=750)) for row in main_table() if row.name in names
+        replace(row, run=replace(row.run, steps=750), seeds=3)
+        for row in main_table()
+        if row.name in names
     ]
 
 
 def vectors_table() -> list[Entry]:
     """What `speech` does with everything but the hidden matrices."""
     rates = (0.01, 0.02, 0.04)
+    longer = {"momentum": fam()}
     found = [
         entry(
             f"others {direction}, {scale} scale, share {share:g}",
             "speech",
             rates,
-            by_kind={"others": {"direction": direction, "scale": scale, "lr_share": share}},
+            d=1.0,
+            by_kind={
+                "others": {"direction": direction, "scale": scale, "lr_share": share, **longer}
+            },
         )
         for scale in ("current", "initial")
         for direction in ("sign_max", "factored")
@@ -89,8 +102,14 @@ def vectors_table() -> list[Entry]:
             f"others sign_max, initial scale, share {share:g}, vectors' eps2 {eps2:g}",
             "speech",
             rates,
+            d=1.0,
             by_kind={
-                "others": {"direction": "sign_max", "scale": "initial", "lr_share": share},
+                "others": {
+                    "direction": "sign_max",
+                    "scale": "initial",
+                    "lr_share": share,
+                    **longer,
+                },
                 "vector": {"eps": [1e-10, eps2]},
             },
         )
@@ -101,18 +120,21 @@ def vectors_table() -> list[Entry]:
         "others sign_max, initial scale, share 1, vectors current",
         "speech",
         rates,
+        d=1.0,
         by_kind={
-            "others": {"direction": "sign_max", "scale": "initial", "lr_share": 1.0},
+            "others": {"direction": "sign_max", "scale": "initial", "lr_share": 1.0, **longer},
             "vector": {"scale": "current"},
         },
     )
-    shorter = entry(
-        "others factored, initial scale, share 1, vectors current, FAM up to 0.92, no clip",
+    own = entry("as in speech: FAM up to 0.92, no clip", "speech", rates, search=3)
+    before = entry(
+        "others factored, initial scale, share 1, vectors current",
         "speech",
-        (0.02, 0.04),
-        by_kind={"others": {"momentum": fam(beta_max=0.92), "d": NO_CLIP}},
+        rates,
+        d=1.0,
+        by_kind={"others": longer},
     )
-    return [shorter, *found, mixed, *floors]
+    return [own, before, *found, mixed, *floors]
 
 
 def momentum_table() -> list[Entry]:
@@ -140,15 +162,37 @@ def momentum_table() -> list[Entry]:
     return found
 
 
+BATCHES = (
+    (48, 1500, (0.01, 0.02, 0.04)),
+    (8, 1500, (0.005, 0.01, 0.02)),
+    (192, 600, (0.04, 0.08, 0.16)),
+)
+
+
+def signs_table() -> list[Entry]:
+    """FAM and fixed memories at three batch sizes, moving by signs."""
+    momentums: dict[str, Any] = {f"FAM up to {b:g}": fam(beta_max=b) for b in (0.98, 0.95)}
+    momentums |= {f"EMA {beta:g}": beta for beta in FIXED}
+    return [
+        entry(
+            f"batch {batch}: {name}",
+            "fam",
+            tuple(rate / 2.0 for rate in rates),
+            momentum=momentum,
+            direction="sign_max",
+            d=1.0,
+            batch=batch,
+            steps=steps,
+        )
+        for batch, steps, rates in BATCHES
+        for name, momentum in momentums.items()
+    ]
+
+
 def batch_table() -> list[Entry]:
     """The memory of `fam` and fixed ones at three batch sizes."""
-    sizes = (
-        (48, 1500, (0.01, 0.02, 0.04)),
-        (8, 1500, (0.005, 0.01, 0.02)),
-        (192, 600, (0.04, 0.08, 0.16)),
-    )
     found = []
-    for batch, steps, rates in sizes:
+    for batch, steps, rates in BATCHES:
         size: dict[str, Any] = {"batch": batch, "steps": steps}
         own = tuple(2.0 * rate for rate in rates)
         found.append(entry(f"batch {batch}: fam", "fam", own, **size))
@@ -170,9 +214,12 @@ def range_table() -> list[Entry]:
         ("fam", "fam", {}),
         ("fam, initial scale", "fam", {"scale": "initial"}),
     ]
-    found = [entry(name, recipe, ours, **settings) for name, recipe, settings in rows]
+    found = [
+        entry(name, recipe, ours, search=3 if name == "speech" else 1, **settings)
+        for name, recipe, settings in rows
+    ]
     adamw = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 2e-2)
-    return [entry("adamw, clip 1", "adamw", adamw, clip=1.0), *found]
+    return [entry("adamw, clip 1", "adamw", adamw, search=3, clip=1.0), *found]
 
 
 def stores_table() -> list[Entry]:
@@ -190,27 +237,120 @@ def stores_table() -> list[Entry]:
 
 
 def lean_table() -> list[Entry]:
-    """Without momentum: what the step is scaled by, and weight decay."""
-    rates = (0.01, 0.02, 0.04)
-    current = {"vector": {"scale": "current"}}
+    """Without momentum: the rate of vectors, the clip, what the step is scaled by, weight decay."""
+    rates, two = (0.01, 0.02, 0.04), (0.02, 0.04)
+    whole = {"vector": {"lr_share": 1.0}}
+    current = {"vector": {"lr_share": 1.0, "scale": "current"}}
     return [
-        entry("initial scale, vectors current", "lean", rates, scale="initial", by_kind=current),
-        entry("weight decay 0.1", "lean", rates, weight_decay=0.1),
-        entry("as it is", "lean", (0.01, 0.02, 0.04, 0.08)),
-        entry("initial scale", "lean", rates, scale="initial"),
-        entry("no clip of the update", "lean", (0.02, 0.04), d=NO_CLIP),
-        entry("clip of the update at .5", "lean", (0.02, 0.04), d=0.5),
+        entry("as it is: vectors at a quarter of the rate", "lean", rates),
+        entry("vectors at the same rate", "lean", (0.01, 0.02, 0.04, 0.08), by_kind=whole),
+        entry(
+            "all but hidden at half the rate", "lean", two, by_kind={"others": {"lr_share": 0.5}}
+        ),
+        entry("same rate, no clip of the update", "lean", two, d=NO_CLIP, by_kind=whole),
+        *(
+            entry(f"same rate, clip of the update at {d:g}", "lean", two, d=d, by_kind=whole)
+            for d in (1.5, 2.0, 3.0, 0.5)
+        ),
+        entry(
+            "same rate, initial scale, vectors current",
+            "lean",
+            rates,
+            scale="initial",
+            by_kind=current,
+        ),
+        entry("same rate, weight decay 0.1", "lean", rates, weight_decay=0.1, by_kind=whole),
+        entry("same rate, initial scale", "lean", rates, scale="initial", by_kind=whole),
+    ]
+
+
+def speech_table() -> list[Entry]:
+    """What else `speech` could do with the hidden matrices, in half the steps."""
+    changes: dict[str, dict[str, Any]] = {
+        "as it is": {},
+        "weight decay 0.05": {"weight_decay": 0.05},
+        "weight decay 0.2": {"weight_decay": 0.2},
+        "hidden FAM up to 0.95": {
+            "by_kind": {"hidden": {"momentum": fam(beta_max=0.95), "nesterov": False}}
+        },
+        "hidden EMA 0.9, nesterov": {"by_kind": {"hidden": {"momentum": 0.9}}},
+    }
+    return [
+        entry(name, "speech", (0.02, 0.04), search=3, steps=750, **change)
+        for name, change in changes.items()
+    ]
+
+
+def fam_table() -> list[Entry]:
+    """What else `fam` could be: from scratch, and in fine-tuning on 600 utterances."""
+    current = {"vector": {"scale": "current"}}
+    longer = fam(beta_max=0.98)
+    changes: dict[str, dict[str, Any]] = {
+        "as it is": {},
+        "initial scale, vectors current": {"scale": "initial", "by_kind": current},
+        "weight decay 0.1": {"weight_decay": 0.1},
+        "no weight decay": {"weight_decay": 0.0},
+        "vectors at a quarter of the rate": {"by_kind": {"vector": {"lr_share": 0.25}}},
+        "all but hidden at half the rate": {"by_kind": {"others": {"lr_share": 0.5}}},
+        "all but hidden at a quarter of the rate": {"by_kind": {"others": {"lr_share": 0.25}}},
+        "all but hidden at half the rate, no weight decay": {
+            "by_kind": {"others": {"lr_share": 0.5}},
+            "weight_decay": 0.0,
+        },
+        "initial scale, vectors current, at a quarter of the rate": {
+            "scale": "initial",
+            "by_kind": {"vector": {"scale": "current", "lr_share": 0.25}},
+        },
+        "initial scale, vectors current, no weight decay": {
+            "scale": "initial",
+            "by_kind": current,
+            "weight_decay": 0.0,
+        },
+        "FAM up to 0.95": {"momentum": fam(beta_max=0.95)},
+        "mix 0.2": {"momentum": fam(beta_max=0.92, mix=0.2)},
+        "clip of the update at 1": {"d": 1.0},
+        "sign_max, FAM up to 0.98": {"direction": "sign_max", "momentum": longer, "d": 1.0},
+        "sign_max, FAM up to 0.98, initial scale": {
+            "direction": "sign_max",
+            "momentum": longer,
+            "d": 1.0,
+            "scale": "initial",
+            "by_kind": current,
+        },
+    }
+    rates = (0.04, 0.08, 0.16)
+    signs = (0.0025, 0.005, 0.01, 0.02)
+    return [
+        entry(
+            f"{said}: {name}",
+            "fam",
+            signs if "sign_max" in name else rates,
+            search=3,
+            **{**GERMAN, "language": language},
+            **change,
+        )
+        for language, said in (("de", "German"), ("es", "Spanish"))
+        for name, change in changes.items()
+    ] + [
+        entry(
+            f"English: {name}",
+            "fam",
+            (0.01, 0.02) if "sign_max" in name else (0.04, 0.08),
+            **change,
+        )
+        for name, change in changes.items()
     ]
 
 
 def directions_table() -> list[Entry]:
     """Directions with and without momentum, and what they scale by.
 
-    Orthogonal is for hidden matrices; the others then stay with FAM and sign_max.
+    Orthogonal is for hidden matrices; the others then stay as in `speech`.
     """
+    rates = (0.01, 0.02, 0.04)
     momentums: dict[str, dict[str, Any]] = {
         "none": {"momentum": None, "nesterov": False},
-        "FAM": {"momentum": fam(), "nesterov": False},
+        "FAM up to 0.92": {"momentum": fam(beta_max=0.92), "nesterov": False},
         "EMA 0.95, nesterov": {"momentum": 0.95, "nesterov": True},
     }
     found = []
@@ -218,10 +358,12 @@ def directions_table() -> list[Entry]:
         for scale in ("current", "initial"):
             label = f"{name}, {scale} scale"
             hidden = {"hidden": {"direction": "orthogonal", **momentum}}
-            found.append(entry(f"orthogonal, {label}", "speech", OURS, by_kind=hidden, scale=scale))
+            found.append(
+                entry(f"orthogonal, {label}", "speech", rates, by_kind=hidden, scale=scale)
+            )
             found += [
                 entry(
-                    f"{kind}, {label}", "fam", OURS, direction=kind, scale=scale, d=1.0, **momentum
+                    f"{kind}, {label}", "fam", rates, direction=kind, scale=scale, d=1.0, **momentum
                 )
                 for kind in ("sign_max", "factored")
             ]
@@ -232,7 +374,7 @@ def clip_table() -> list[Entry]:
     """The clip of FAM's input: from sums of squares, or by its own RMS."""
     rates = (0.01, 0.02)
     return [
-        entry(f"{recipe}, {name}", recipe, rates, every_rate=True, variant=variant)
+        entry(f"{recipe}, {name}", recipe, rates, search=3, variant=variant)
         for recipe in ("fam", "speech")
         for name, variant in (("from sums of squares", None), ("its own RMS", "exact_clip"))
     ]
@@ -255,11 +397,14 @@ def bands_table() -> list[Entry]:
 
 
 def finetune_table() -> list[Entry]:
-    """A model that learnt English with AdamW learns another language in 500 steps."""
+    """A model that learnt English with AdamW learns another language in 500 steps.
+
+    With few utterances the best rates lie close together, so all of them have all seeds.
+    """
     rates: dict[str, tuple[float, ...]] = {
         "adamw": (1e-4, 3e-4, 1e-3, 2e-3, 4e-3),
         "speech": (0.002, 0.005, 0.01, 0.02, 0.04),
-        "fam": (0.01, 0.02, 0.04, 0.08, 0.16),
+        "fam": (0.01, 0.02, 0.04, 0.08, 0.16, 0.32),
         "muon": (0.002, 0.005, 0.01, 0.02, 0.04),
         "lean": (0.005, 0.01, 0.02, 0.04, 0.08),
         "adafactor": (0.005, 0.01, 0.02, 0.04, 0.08),
@@ -271,13 +416,11 @@ def finetune_table() -> list[Entry]:
             f"{names[language]}, {train} utterances: {name}",
             name,
             own,
+            search=3 if train == 600 and name in ("adamw", "speech", "fam") else 1,
             clip=1.0 if name == "adamw" else None,
-            steps=500,
-            language=language,
-            start="english",
-            train=train,
+            **{**GERMAN, "language": language, "train": train},
         )
-        for language, train in (("de", 600), ("de", 12_000), ("es", 12_000))
+        for language, train in (("de", 600), ("es", 600), ("de", 12_000))
         for name, own in rates.items()
     ]
 
@@ -290,7 +433,7 @@ def large_table() -> list[Entry]:
         entry("adamw, clip 1", "adamw", (2.5e-4, 5e-4, 1e-3, 2e-3), clip=1.0, **large),
         entry("fam", "fam", (0.04, 0.08, 0.16), **large),
         entry("FAM up to 0.95", "fam", (0.02, 0.04, 0.08), momentum=longer, d=1.0, **large),
-        entry("speech", "speech", (0.02, 0.04), **large),
+        entry("speech", "speech", (0.01, 0.02, 0.04), **large),
         entry("adamw", "adamw", (2.5e-4, 5e-4, 1e-3, 2e-3), **large),
         entry("muon + adamw", "muon", (0.0025, 0.005, 0.01, 0.02), **large),
     ]
@@ -304,9 +447,12 @@ TABLES: dict[str, Callable[[], list[Entry]]] = {
     "range": range_table,
     "momentum": momentum_table,
     "batch": batch_table,
+    "signs": signs_table,
     "large": large_table,
     "stores": stores_table,
     "lean": lean_table,
+    "fam": fam_table,
+    "speech": speech_table,
     "clip": clip_table,
     "bands": bands_table,
     "directions": directions_table,

@@ -230,10 +230,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_momentum_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A row of a table from the speech to the report, stopped in between and gone on with."""
-    study(tmp_path, "clip", "--only", "fam, from sums", "--stage", "search")
-    path = tmp_path / "clip.jsonl"
+    study(tmp_path, "bands", "--only", "1 band", "--stage", "search")
+    path = tmp_path / "bands.jsonl"
     found = lines(path)
-    assert [run["run"]["lr"] for run in found] == [0.01, 0.02]
+    assert [run["run"]["lr"] for run in found] == [0.04, 0.08]
     for run in found:
         assert run["steps_taken"] == 6
         assert run["mode"] == "eager"
@@ -242,18 +242,20 @@ def test_momentum_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert 1.0 < run["state_bytes_per_parameter"] < 2.0
 
     path.write_text(path.read_text() + '{"run": {"optimizer": "fam", "lr"')  # cut off by a crash
-    study(tmp_path, "clip", "--only", "fam, from sums", "--minutes", "0")  # no time for the others
+    study(tmp_path, "bands", "--only", "1 band", "--minutes", "0")  # no time for the others
     assert len(momentum_study.Results.read(tmp_path).done) == 2
-    study(tmp_path, "clip", "--only", "fam, from sums", "--stage", "search")  # which is all done
+    study(tmp_path, "bands", "--only", "1 band", "--stage", "search")  # which is all done
     assert len(momentum_study.Results.read(tmp_path).done) == 2
 
     capsys.readouterr()
     study(tmp_path, "report")
-    assert "| fam, from sums of squares * | " in capsys.readouterr().out
+    assert "| 1 band * | " in capsys.readouterr().out
     text = (tmp_path / "all.json").read_text()
     written = json.loads(text)
-    assert [row["name"] for row in written["tables"]["clip"]] == ["fam, from sums of squares"]
-    assert len(written["runs"]) == 2
+    assert [row["name"] for row in written["tables"]["bands"]] == ["1 band"]
+    runs = lines(tmp_path / "all_runs.jsonl")
+    assert [run["key"] for run in runs] == [run["key"] for run in found]
+    assert runs[0]["groups"]["hidden"]["d"] == "inf"
     assert {"date", "machine", "versions"} <= written["machine"].keys()
     assert socket.gethostname() not in text
     assert str(tmp_path) not in text
@@ -307,7 +309,7 @@ def done(row: Entry, wers: dict[float, float]) -> momentum_study.Results:
 
 
 def test_the_best_rate_gets_all_seeds() -> None:
-    row = entries_of("main")[0]
+    row = replace(entries_of("main")[0], search=1, seeds=3)
     assert row.rates == (0.005, 0.01, 0.02, 0.04)
     results = done(row, {0.005: 9.0, 0.01: 8.0, 0.02: 7.0})
     assert [run.lr for run in momentum_study.due([row], results, "all")] == [0.04]
@@ -317,8 +319,21 @@ def test_the_best_rate_gets_all_seeds() -> None:
     assert momentum_study.due([row], results, "search") == []
 
 
+def test_three_seeds_choose_a_rate() -> None:
+    """By their mean, and then no rate is added at the edge."""
+    row = replace(entries_of("main")[0], rates=(0.01, 0.02), search=3, seeds=4)
+    results = done(row, {0.01: 1.0, 0.02: 2.0})
+    runs = momentum_study.due([row], results, "all")
+    assert [(run.lr, run.seed) for run in runs] == [(0.01, 1), (0.02, 1), (0.01, 2), (0.02, 2)]
+    for seed, wers in ((1, {0.01: 8.0, 0.02: 2.0}), (2, {0.01: 8.0, 0.02: 2.0})):
+        for lr, wer in wers.items():
+            run = row.at(lr, seed)
+            results.done[run.key] = {"wer": wer, "loss": 0.1}
+    assert [(run.lr, run.seed) for run in momentum_study.due([row], results, "all")] == [(0.02, 3)]
+
+
 def test_a_best_rate_at_the_edge_calls_for_another() -> None:
-    row = entries_of("main")[0]
+    row = replace(entries_of("main")[0], search=1)
     results = done(row, {0.005: 9.0, 0.01: 8.0, 0.02: 7.0, 0.04: 6.0})
     assert [run.lr for run in momentum_study.due([row], results, "search")] == [0.08]
     results = done(row, {0.005: 97.0, 0.01: 98.0, 0.02: 99.0, 0.04: 100.0})  # learns nothing

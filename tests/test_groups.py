@@ -263,8 +263,9 @@ def settings_by_kind(name: str, *settings: str, **overrides: Any) -> dict[str, l
 
 def test_lean() -> None:
     found = settings_by_kind("lean", "direction", "momentum", "weight_decay", "lr")
-    assert found == {kind: ["factored", None, 0.0, 0.02] for kind in found}
-    assert recipe("lean")["lr"] == 0.02
+    rates = {kind: settings.pop() for kind, settings in found.items()}
+    assert found == {kind: ["factored", None, 0.0] for kind in found}
+    assert rates == {"hidden": 0.04, "embedding": 0.04, "head": 0.04, "vector": 0.01}
 
 
 def test_fam() -> None:
@@ -283,18 +284,24 @@ def test_fam() -> None:
 
 def test_speech() -> None:
     found = settings_by_kind("speech", "direction", "momentum", "nesterov", "weight_decay", "lr")
-    others = ["factored", asdict(FAM()), False, 0.1, 0.02]
+    adaptive = asdict(FAM(beta_max=0.92))
+    others = ["factored", adaptive, False, 0.1, 0.02]
     assert found == {
         "hidden": ["orthogonal", 0.95, True, 0.1, 0.02],
         "embedding": others,
         "head": others,
-        "vector": ["factored", asdict(FAM()), False, 0.0, 0.02],
+        "vector": ["factored", adaptive, False, 0.0, 0.02],
     }
+    assert all(d == [math.inf] for d in settings_by_kind("speech", "d").values())
     scales = settings_by_kind("speech", "scale")
     assert scales.pop("vector") == ["current"]
     assert all(scale == ["initial"] for scale in scales.values())
+
+
+@pytest.mark.parametrize("name", ["lean", "speech"])
+def test_a_recipe_by_layers_needs_a_model(name: str) -> None:
     with pytest.raises(ValueError, match=r"different layers; use maxfactor.for_model\(model, rec"):
-        recipe("speech")
+        recipe(name)
 
 
 def test_an_lr_keeps_the_shares_of_the_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,10 +324,19 @@ def test_another_momentum_takes_the_look_ahead_away() -> None:
     assert found["embedding"] == [False, 0.8]
 
 
+@pytest.mark.parametrize("recipe", ["fam", "speech"])
+def test_without_momentum_the_update_is_clipped_again(recipe: str) -> None:
+    """Only the filter's input is bounded."""
+    assert all(d == [1.0] for d in settings_by_kind(recipe, "d", momentum=None).values())
+    assert all(d == [math.inf] for d in settings_by_kind(recipe, "d", momentum=0.8).values())
+    found = settings_by_kind(recipe, "d", momentum=None, d=3.0)
+    assert all(d == [3.0] for d in found.values())
+
+
 def test_a_group_added_later_has_the_common_settings() -> None:
     optimizer = for_model(Decoder(), recipe="speech")
     optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(3, 2)))]})
-    assert optimizer.param_groups[-1]["momentum"] == asdict(FAM())
+    assert optimizer.param_groups[-1]["momentum"] == asdict(FAM(beta_max=0.92))
     assert optimizer.param_groups[-1]["direction"] == "factored"
 
 

@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from maxfactor.hyper import Execution, MaxFactorHyper, check_lr
 from maxfactor.optimizer import MaxFactor
-from maxfactor.recipes import KINDS, find_recipe
+from maxfactor.recipes import COMMON, KINDS, find_recipe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -123,6 +123,8 @@ def _group_settings(
         replaced.pop("weight_decay", None)
     if not isinstance(replaced.get("momentum", 0.0), Real):
         replaced.setdefault("nesterov", False)  # the recipe's look-ahead is for its own momentum
+    if replaced.get("momentum", 0.0) is None:
+        replaced.setdefault("d", COMMON["d"])  # without a filter, whose input is bounded, (9) clips
     return {**settings, **replaced}
 
 
