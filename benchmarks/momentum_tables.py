@@ -265,10 +265,16 @@ def lean_table() -> list[Entry]:
 
 
 def speech_table() -> list[Entry]:
-    """What else `speech` could do with the hidden matrices, in half the steps."""
+    """What else `speech` could be, in half the steps."""
+    quarter = {"vector": {"lr_share": 0.25}}
     changes: dict[str, dict[str, Any]] = {
         "as it is": {},
+        "vectors at a quarter of the rate": {"by_kind": quarter},
         "weight decay 0.05": {"weight_decay": 0.05},
+        "vectors at a quarter of the rate, weight decay 0.05": {
+            "by_kind": quarter,
+            "weight_decay": 0.05,
+        },
         "weight decay 0.2": {"weight_decay": 0.2},
         "hidden FAM up to 0.95": {
             "by_kind": {"hidden": {"momentum": fam(beta_max=0.95), "nesterov": False}}
@@ -291,6 +297,10 @@ def fam_table() -> list[Entry]:
         "weight decay 0.1": {"weight_decay": 0.1},
         "no weight decay": {"weight_decay": 0.0},
         "vectors at a quarter of the rate": {"by_kind": {"vector": {"lr_share": 0.25}}},
+        "vectors at a quarter of the rate, no weight decay": {
+            "by_kind": {"vector": {"lr_share": 0.25}},
+            "weight_decay": 0.0,
+        },
         "all but hidden at half the rate": {"by_kind": {"others": {"lr_share": 0.5}}},
         "all but hidden at a quarter of the rate": {"by_kind": {"others": {"lr_share": 0.25}}},
         "all but hidden at half the rate, no weight decay": {
@@ -300,6 +310,11 @@ def fam_table() -> list[Entry]:
         "initial scale, vectors current, at a quarter of the rate": {
             "scale": "initial",
             "by_kind": {"vector": {"scale": "current", "lr_share": 0.25}},
+        },
+        "initial scale, vectors current, at a quarter of the rate, no weight decay": {
+            "scale": "initial",
+            "by_kind": {"vector": {"scale": "current", "lr_share": 0.25}},
+            "weight_decay": 0.0,
         },
         "initial scale, vectors current, no weight decay": {
             "scale": "initial",
