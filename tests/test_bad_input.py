@@ -69,6 +69,7 @@ BAD_MAXFACTOR: list[tuple[str, Any, type[Exception], str]] = [
     ("momentum", {"mix": 2.0}, ValueError, r"FAM's mix must lie in \[0, 1\], got 2.0"),
     ("nesterov", 1, TypeError, "nesterov must be True or False, got 1"),
     ("nesterov", True, ValueError, "nesterov=True needs a momentum: give one, such as"),
+    ("momentum_dtype", "int8", ValueError, "momentum_dtype='int8' needs a momentum to store"),
     ("momentum_dtype", "int4", ValueError, "momentum_dtype must be one of 'int8', 'bf16', 'fp32'"),
     ("momentum_dtype", torch.int8, ValueError, "momentum_dtype must be one of"),
     ("direction", "sign", ValueError, "direction must be one of 'sign_max', 'factored', 'orth"),

@@ -329,6 +329,8 @@ def test_without_momentum_the_update_is_clipped_again(recipe: str) -> None:
     """Only the filter's input is bounded."""
     assert all(d == [1.0] for d in settings_by_kind(recipe, "d", momentum=None).values())
     assert all(d == [math.inf] for d in settings_by_kind(recipe, "d", momentum=0.8).values())
+    stores = settings_by_kind(recipe, "momentum_dtype", momentum=None)
+    assert all(store == [None] for store in stores.values())
     found = settings_by_kind(recipe, "d", momentum=None, d=3.0)
     assert all(d == [3.0] for d in found.values())
 

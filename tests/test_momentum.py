@@ -189,7 +189,8 @@ def test_any_shape(
 def final(settings: dict[str, Any], shape: tuple[int, ...], steps: int = 8) -> Tensor:
     """The weight after a few steps, with a float32 momentum."""
     case = problem(shape, steps=steps)
-    hyper = MaxFactorHyper(**settings, momentum_dtype="fp32")
+    store = None if settings.get("momentum") is None else "fp32"
+    hyper = MaxFactorHyper(**settings, momentum_dtype=store)
     weight, state = case.weight, rule.init_state(case.weight, hyper)
     for grad in case.grads:
         weight, state, _ = rule.step(weight, grad, state, hyper)

@@ -124,6 +124,7 @@ def _group_settings(
     if not isinstance(replaced.get("momentum", 0.0), Real):
         replaced.setdefault("nesterov", False)  # the recipe's look-ahead is for its own momentum
     if replaced.get("momentum", 0.0) is None:
+        replaced.setdefault("momentum_dtype", None)
         replaced.setdefault("d", COMMON["d"])  # without a filter, whose input is bounded, (9) clips
     return {**settings, **replaced}
 

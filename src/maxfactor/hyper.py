@@ -260,8 +260,7 @@ class MaxFactorHyper(Hyper):
             direction=check_choice("direction", self.direction, DIRECTIONS),
             scale=check_choice("scale", self.scale, SCALES),
         )
-        if self.momentum_dtype is not None:
-            check_choice("momentum_dtype", self.momentum_dtype, MOMENTUM_DTYPES)
+        self._check_store()
         if self.scalar_boost is not None:
             self._set(scalar_boost=check_positive("scalar_boost", self.scalar_boost))
         for name in ("eps_rms", "mean_eps"):
@@ -273,6 +272,16 @@ class MaxFactorHyper(Hyper):
             )
         self._check_look_ahead()
         self._check_published_switches()
+
+    def _check_store(self) -> None:
+        if self.momentum_dtype is None:
+            return
+        check_choice("momentum_dtype", self.momentum_dtype, MOMENTUM_DTYPES)
+        if self.momentum is None:
+            raise ValueError(
+                f"momentum_dtype={self.momentum_dtype!r} needs a momentum to store: give one, such "
+                "as momentum=0.9, or leave momentum_dtype out"
+            )
 
     def _check_look_ahead(self) -> None:
         if not self.nesterov or isinstance(self.momentum, float):
