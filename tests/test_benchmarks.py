@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import digits_study
 import fam_pictures
 import gpu_busy
 import maxfactor
@@ -209,6 +210,29 @@ def test_fam_pictures(tmp_path: Path) -> None:
     assert {"date", "machine", "versions", "command"} <= result.keys()
     assert socket.gethostname() not in text
     assert str(tmp_path) not in text
+
+
+def test_digits_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The recipe with two rates of norms and biases: other trainings, the rest alike."""
+    out = tmp_path / "digits.json"
+    where = ["--out", str(out), "--cache", str(tmp_path / "cache")]
+    digits_study.main(["--quick", "--only", "lean", "--jobs", "1", *where])
+    text = out.read_text()
+    result = json.loads(text)
+    assert [row["lr"] for row in result["rows"]] == [0.01, 0.01]
+    assert all(len(row["wer"]) == 1 for row in result["rows"])
+    assert "| lean, norms and biases at a quarter of the rate | 0.01 |" in capsys.readouterr().out
+    assert {"date", "machine", "versions", "command"} <= result.keys()
+    assert socket.gethostname() not in text
+    assert str(tmp_path) not in text
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_the_share_of_vectors(share: float) -> None:
+    [row] = [row for row in digits_study.ROWS if row.optimizer == "fam" and row.share == share]
+    recipe = digits_study.changed(row)["fam"]
+    assert recipe.settings("vector", 0.08)["lr"] == 0.08 * share
+    assert recipe.settings("hidden", 0.08)["lr"] == 0.08
 
 
 def test_a_filter_of_one_number() -> None:

@@ -1,0 +1,173 @@
+"""A second task beside momentum_study.py's: connected digits, on a CPU.
+
+    python benchmarks/digits_study.py                     # about 20 minutes on two cores
+    python benchmarks/digits_study.py --only lean
+    python benchmarks/digits_study.py --quick --out /tmp/digits.json
+
+A small Whisper (width 128) learns spoken digits in 300 steps of 16. Every optimizer has three seeds
+at each of its learning rates, and the recipes are tried with two rates for norms and biases: that
+of the others, and a quarter of it. Writes benchmarks/results/digits_study.json and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from maxfactor.bench.step_time import circumstances
+from maxfactor.recipes import BY_KIND, Recipe
+from maxfactor.speech.preparation import prepare
+from maxfactor.speech.settings import Settings
+from maxfactor.speech.trainer import Trainer
+from touch_tones_study import to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Record = dict[str, Any]  # a part of a JSON file
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "digits_study.json"
+SEEDS = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """An optimizer, its rates, and the share of norms and biases in them; None as in the recipe."""
+
+    name: str
+    optimizer: str
+    rates: tuple[float, ...]
+    share: float | None = None
+
+
+ROWS = (
+    *(
+        Row(f"{recipe}, norms and biases at {said} rate", recipe, rates, share)
+        for recipe, rates in (
+            ("speech", (0.01, 0.02, 0.04)),
+            ("fam", (0.02, 0.04, 0.08)),
+            ("lean", (0.01, 0.02, 0.04)),
+        )
+        for said, share in (("the same", 1.0), ("a quarter of the", 0.25))
+    ),
+    Row("adamw", "adamw", (0.001, 0.002, 0.004)),
+    Row("adafactor (torch)", "adafactor", (0.01, 0.02, 0.04)),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training."""
+
+    row: Row
+    settings: Settings
+    cache: Path | None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, write, print."""
+    options = parsed(arguments)
+    rows = [row for row in ROWS if re.search(options.only, row.name)]
+    runs = [run for row in rows for run in runs_of(row, options)]
+    prepare(runs[0].settings, options.cache, workers=options.jobs)  # before they all want it
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(options.jobs, torch.set_num_threads, (1,)) as pool:
+        found = []
+        for run, wer in zip(runs, pool.imap(word_errors, runs), strict=True):
+            settings = run.settings
+            print(f"{run.row.name}, lr {settings.lr:g}, seed {settings.seed}: {wer:.2f} %")
+            found.append((run, wer))
+    record = {
+        "command": "python benchmarks/digits_study.py" + " --quick" * options.quick,
+        **circumstances("cpu"),
+        "rows": [summary(row, found) for row in rows],
+    }
+    options.out.write_text(to_json(record))
+    print(markdown(json.loads(options.out.read_text())))
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="rows, by a regular expression")
+    parser.add_argument("--jobs", type=int, default=2, help="trainings side by side")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON file")
+    parser.add_argument("--cache", type=Path, help="folder of synthesised speech")
+    parser.add_argument("--quick", action="store_true", help="a smoke test of a few seconds")
+    return parser.parse_args(arguments)
+
+
+def runs_of(row: Row, options: argparse.Namespace) -> list[Run]:
+    """All rates with all seeds."""
+    common = Settings(
+        optimizer=row.optimizer, device="cpu", steps=300, utterances=4800, evaluate_every=300
+    )
+    rates, seeds = row.rates, range(SEEDS)
+    if options.quick:
+        common = replace(common, steps=4, batch_size=2, utterances=8, validation_utterances=4)
+        rates, seeds = rates[:1], range(1)
+    return [
+        Run(row, replace(common, lr=lr, seed=seed), options.cache) for lr in rates for seed in seeds
+    ]
+
+
+def word_errors(run: Run) -> float:
+    """Train, and return the word error rate in per cent."""
+    with mock.patch.dict(BY_KIND, changed(run.row)):
+        trainer = Trainer(run.settings, prepare(run.settings, run.cache, workers=1))
+    batches = trainer.batches()
+    try:
+        while trainer.step < run.settings.steps:
+            trainer.train_step(next(batches))
+    finally:
+        batches.close()  # ends its thread
+    return round(100.0 * trainer.evaluate().wer, 3)
+
+
+def changed(row: Row) -> dict[str, Recipe]:
+    """The recipe with another share of norms and biases in the rate."""
+    if row.share is None:
+        return {}
+    recipe = BY_KIND[row.optimizer]
+    vector = {**recipe.by_kind.get("vector", {}), "lr_share": row.share}
+    return {row.optimizer: replace(recipe, by_kind={**recipe.by_kind, "vector": vector})}
+
+
+def summary(row: Row, found: Sequence[tuple[Run, float]]) -> Record:
+    """The errors of a row at each rate, by seed, and the best of them."""
+    tried: dict[str, list[float]] = {}
+    for run, wer in found:
+        if run.row == row:
+            tried.setdefault(f"{run.settings.lr:g}", []).append(wer)
+    best = min(tried, key=lambda lr: mean(tried[lr]))
+    return {"name": row.name, "lr": float(best), "wer": tried[best], "tried": tried}
+
+
+def markdown(record: Record) -> str:
+    """The table of docs/fam.md."""
+    lines = ["| | learning rate | WER %, mean (seeds) | at the other rates |", "|---|---|---|---|"]
+    for row in record["rows"]:
+        seeds = ", ".join(f"{wer:.1f}" for wer in row["wer"])
+        others = ", ".join(
+            f"{lr}: {mean(wers):.1f}" for lr, wers in row["tried"].items() if float(lr) != row["lr"]
+        )
+        lines.append(
+            f"| {row['name']} | {row['lr']:g} | {mean(row['wer']):.1f} ({seeds}) | {others} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
