@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from itertools import chain
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, overload
@@ -104,23 +105,28 @@ class FactoredOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with _full_precision():  # autocast is for the model, and for the closure
+            self._advance()
+        return loss
+
+    def _advance(self) -> None:
+        """Take the step with the gradients that there are."""
         hypers = self._hypers()
         flat = [param for group in self.param_groups for param in group["params"]]
         if self._fused is None or not self._fused.fits(flat, hypers, self.state):
             pending = self._pending(hypers)
             if not pending:
-                return loss
+                return
             backend = choose(pending, self._execution)  # may refuse, before there is any state
             is_first = not any(self.state[p.param] for p in pending)
             works = self._with_state(pending)
             if is_first and _is_rehearsal(pending):
-                return loss
+                return
             if backend != "fused":
                 self._run(_STEPS[backend], works)
-                return loss
+                return
             self._fused = _fused_step(works, flat, hypers, self._fused)
         self._run_fused(self._fused, hypers)
-        return loss
 
     def _hypers(self) -> list[Hyper]:
         """The settings of each group, as they are now."""
@@ -530,6 +536,16 @@ class MaxFactor(FactoredOptimizer):
 def has_fixed_momentum(group: dict[str, Any]) -> bool:
     """Whether a group's momentum is a number."""
     return isinstance(group.get("momentum"), Real)
+
+
+def _full_precision() -> ExitStack:
+    """Turn autocast off, which would run the products of the rule in 16 bits."""
+    accelerator = torch.accelerator.current_accelerator()
+    stack = ExitStack()
+    for kind in ("cpu", *([] if accelerator is None else [accelerator.type])):
+        if torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 def _fused_step(
