@@ -223,6 +223,20 @@ def test_fam_set_in_a_group_is_saved_as_numbers() -> None:
     assert optimizer.param_groups[0]["momentum"]["beta_max"] == 0.9
 
 
+def test_numbers_of_numpy_are_saved_as_plain_ones() -> None:
+    params = parameters((6, 8))
+    optimizer = MaxFactor(params, momentum=FAM(warmup=np.int64(3), bands=np.int64(2)))
+    scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: np.float64(0.5) ** step)
+    advance(optimizer, params)
+    scheduler.step()
+    optimizer.param_groups[0]["seed"] = np.int64(3)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    (saved,) = torch.load(file, weights_only=True)["param_groups"]
+    assert (saved["lr"], saved["seed"]) == (0.005, 3)
+
+
 @pytest.mark.parametrize(
     ("shape", "name", "value"),
     [((3, 4, 5), "factor", "last"), ((4, 5), "full_matrix", True), ((1, 1), "scalar_boost", 2.0)],
