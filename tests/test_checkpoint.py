@@ -141,7 +141,7 @@ def test_other_optimizers_and_groups_are_refused() -> None:
     inject(list(model.parameters()), 0)
     adam.step()
     optimizer = MaxFactor(model.parameters())
-    with pytest.raises(ValueError, match=r"eps must be a pair"):
+    with pytest.raises(ValueError, match=r"group 0 was saved from another .*eps must be a pair"):
         optimizer.load_state_dict(adam.state_dict())
     saved = adam.state_dict()
     del saved["param_groups"][0]["eps"]
@@ -150,6 +150,45 @@ def test_other_optimizers_and_groups_are_refused() -> None:
     split = MaxFactor([{"params": [p]} for p in model.parameters()])
     with pytest.raises(ValueError, match="4 parameter groups, this optimizer has 1"):
         optimizer.load_state_dict(split.state_dict())
+
+
+@pytest.mark.parametrize("lr", [None, 0.01])
+def test_one_of_ours_is_refused_by_the_other(lr: float | None) -> None:
+    """Their states have the same keys and shapes; only the settings tell them apart."""
+    model = net()
+    makes = (MaxFactor(model.parameters()), Adafactor(model.parameters(), lr=lr))
+    for mine, other in (makes, makes[::-1]):
+        before = snapshot(mine)
+        with pytest.raises(ValueError, match=r"saved from another optimizer than \w+, which has"):
+            mine.load_state_dict(other.state_dict())
+        assert_unchanged(mine, before)
+
+
+def test_a_group_in_another_order_is_loaded_by_name() -> None:
+    """As the model's weights are: by order they would get the momenta of other layers."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in "ab"})
+    optimizer = MaxFactor(model.named_parameters(), momentum=0.9)
+    train(optimizer, list(model.parameters()), range(2))
+    turned = torch.nn.ModuleDict({name: model[name] for name in "ba"})
+    fresh = MaxFactor(turned.named_parameters(), momentum=0.9)
+    saved = optimizer.state_dict()
+    fresh.load_state_dict(saved)
+    assert fresh.param_groups[0]["param_names"] == ["b.weight", "b.bias", "a.weight", "a.bias"]
+    assert saved["param_groups"][0]["param_names"][0] == "a.weight"
+    for param in model.parameters():
+        for key, value in optimizer.state[param].items():
+            assert torch.equal(fresh.state[param][key], value)
+
+
+def test_other_names_are_loaded_by_order() -> None:
+    model = net()
+    optimizer = MaxFactor((f"module.{name}", param) for name, param in model.named_parameters())
+    train(optimizer, list(model.parameters()), range(1))
+    fresh = MaxFactor(model.named_parameters())
+    fresh.load_state_dict(optimizer.state_dict())
+    for param in model.parameters():
+        for key, value in optimizer.state[param].items():
+            assert torch.equal(fresh.state[param][key], value)
 
 
 def test_a_checkpoint_without_a_newer_setting_takes_its_default() -> None:

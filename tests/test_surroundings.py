@@ -110,6 +110,45 @@ def test_a_schedule_takes_its_numbers_by_name() -> None:
     assert schedule.warmup_steps == 3
 
 
+# -------------------------------------------------------------------------------- autocast
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"momentum": FAM(bands=8, warmup=1)},
+        {"momentum": 0.95, "nesterov": True, "direction": "orthogonal"},
+    ],
+)
+def test_autocast_changes_nothing(backend: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """A step is often taken within the autocast of the forward pass."""
+    if backend.get("fused") and arguments["momentum"] != 0.95:
+        pytest.skip("the kernels have one band")
+    shapes = [(8, 130), (4, 5)]
+    params, control = parameters(*shapes), parameters(*shapes)
+    optimizer, other = (MaxFactor(own, **arguments, **backend) for own in (params, control))
+    advance(other, control, steps=3)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        advance(optimizer, params, steps=3)
+        assert torch.is_autocast_enabled(DEVICE)
+    for own, expected in zip(params, control, strict=True):
+        assert torch.equal(own, expected)
+
+
+def test_a_closure_keeps_its_autocast() -> None:
+    (weight,) = parameters((4, 3))
+    optimizer = MaxFactor([weight])
+    seen = []
+
+    def closure() -> float:
+        seen.append((weight @ weight.T).dtype)
+        return 0.0
+
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        optimizer.step(closure)
+    assert seen == [torch.bfloat16]
+
+
 # ------------------------------------------------------------------------ torch's defaults
 
 
@@ -182,6 +221,20 @@ def test_fam_set_in_a_group_is_saved_as_numbers() -> None:
     optimizer.load_state_dict(torch.load(file, weights_only=True))
     advance(optimizer, params)
     assert optimizer.param_groups[0]["momentum"]["beta_max"] == 0.9
+
+
+def test_numbers_of_numpy_are_saved_as_plain_ones() -> None:
+    params = parameters((6, 8))
+    optimizer = MaxFactor(params, momentum=FAM(warmup=np.int64(3), bands=np.int64(2)))
+    scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: np.float64(0.5) ** step)
+    advance(optimizer, params)
+    scheduler.step()
+    optimizer.param_groups[0]["seed"] = np.int64(3)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    (saved,) = torch.load(file, weights_only=True)["param_groups"]
+    assert (saved["lr"], saved["seed"]) == (0.005, 3)
 
 
 @pytest.mark.parametrize(

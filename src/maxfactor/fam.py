@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
+from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from maxfactor.checks import check_count, check_number, check_share
+from maxfactor.checks import check_count, check_number, check_share, check_whole
 from maxfactor.quantize import BLOCK, FLOAT32_TINY
 
 if TYPE_CHECKING:
@@ -66,8 +67,9 @@ class FAM:
             raise ValueError(
                 f"FAM's beta_min must not exceed beta_max, got {self.beta_min} and {self.beta_max}"
             )
-        check_count("FAM's warmup", self.warmup, 0)
-        check_count("FAM's bands", self.bands, 1, BLOCK)
+        for name, low, high in (("warmup", 0, None), ("bands", 1, BLOCK)):
+            whole = check_whole(f"FAM's {name}", getattr(self, name))
+            object.__setattr__(self, name, check_count(f"FAM's {name}", whole, low, high))
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, object]) -> FAM:
@@ -81,9 +83,14 @@ class FAM:
         return cls(**dict(settings))  # type: ignore[arg-type]  # checked right here
 
 
-def as_setting(momentum: object) -> object:
+def as_setting(value: object) -> object:
     """What a parameter group holds: plain numbers, which any checkpoint may load."""
-    return asdict(momentum) if isinstance(momentum, FAM) else momentum
+    if isinstance(value, FAM):
+        return asdict(value)
+    is_plain = type(value) in (bool, int, float)  # numpy's float64 is a float, too
+    if is_plain or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 # -------------------------------------------------------------------------------- the memory

@@ -71,7 +71,10 @@ def for_model(
         model: The model itself, not its parameters.
         recipe: "speech" (best quality), "fam" (frequency-adaptive momentum in int8), "lean" (no
             momentum), or a published version: "0.1", "0.2", "0.3", "1.0".
-        lr: The learning rate; None takes the recipe's. Recipes may give a kind a share of it.
+        lr: The learning rate; None takes the recipe's. Recipes may give a kind a share of it. A
+            tensor stays yours, to be changed from outside, but not for a kind with a share, which
+            has a tensor of its own; a scheduler that goes group by group (ReduceLROnPlateau, a
+            LambdaLR for each group) needs a number.
         **overrides: Arguments of `MaxFactor` that replace the recipe's in every group. A
             `weight_decay` leaves the group of vectors without decay.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from itertools import chain
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, overload
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 _STEPS = {"plain": plain.step, "foreach": foreach.step, "sharded": sharded.step}
+
+# Settings that tell checkpoints of MaxFactor and of Adafactor apart, whose states look alike.
+MARKS = {"gamma", "relative_step"}
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -104,23 +108,28 @@ class FactoredOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with _full_precision():  # autocast is for the model, and for the closure
+            self._advance()
+        return loss
+
+    def _advance(self) -> None:
+        """Take the step with the gradients that there are."""
         hypers = self._hypers()
         flat = [param for group in self.param_groups for param in group["params"]]
         if self._fused is None or not self._fused.fits(flat, hypers, self.state):
             pending = self._pending(hypers)
             if not pending:
-                return loss
+                return
             backend = choose(pending, self._execution)  # may refuse, before there is any state
             is_first = not any(self.state[p.param] for p in pending)
             works = self._with_state(pending)
             if is_first and _is_rehearsal(pending):
-                return loss
+                return
             if backend != "fused":
                 self._run(_STEPS[backend], works)
-                return loss
+                return
             self._fused = _fused_step(works, flat, hypers, self._fused)
         self._run_fused(self._fused, hypers)
-        return loss
 
     def _hypers(self) -> list[Hyper]:
         """The settings of each group, as they are now."""
@@ -237,12 +246,17 @@ class FactoredOptimizer(Optimizer):
         """Load a checkpoint, or refuse it and change nothing.
 
         Every state tensor keeps its own dtype for parameters of any dtype, and is copied: the dict
-        that was loaded is not the optimizer's own state afterwards.
+        that was loaded is not the optimizer's own state afterwards. A group that has the same names
+        in another order is loaded by name, else parameters are matched by their order.
         """
         seen: dict[str, Any] = {}
 
-        def check(_: Optimizer, loaded: dict[str, Any]) -> None:  # after the user's own pre-hooks
-            seen["states"] = self._check_checkpoint(loaded)
+        def check(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:  # after the user's own
+            self._check_groups(loaded)
+            pairs = zip(loaded["param_groups"], self.param_groups, strict=True)
+            ordered = {**loaded, "param_groups": [_in_order(saved, own) for saved, own in pairs]}
+            seen["states"] = self._check_states(ordered)
+            return ordered
 
         def restore(_: Optimizer) -> None:  # before the user's own post-hooks
             on_device = self._execution.capturable
@@ -286,10 +300,8 @@ class FactoredOptimizer(Optimizer):
         first = sum(len(before["params"]) for before in self.param_groups[:index])
         return list(zip(_names(group, first), group["params"], strict=True))
 
-    def _check_checkpoint(
-        self, loaded: dict[str, Any]
-    ) -> list[tuple[Tensor, dict[str, Any], Hyper]]:
-        """Return each parameter with its saved state and settings, or refuse the checkpoint."""
+    def _check_groups(self, loaded: dict[str, Any]) -> None:
+        """Refuse what is no checkpoint, or has other groups."""
         if not {"param_groups", "state"} <= set(loaded):
             raise ValueError(
                 f"a checkpoint of an optimizer has 'state' and 'param_groups', this one has "
@@ -301,17 +313,34 @@ class FactoredOptimizer(Optimizer):
                 f"the checkpoint has {len(saved_groups)} parameter groups, this optimizer has "
                 f"{len(self.param_groups)}; build it with the same groups before loading"
             )
-        states, first = [], 0
+        first = 0
         for index, saved in enumerate(saved_groups):
             own = self._named_group(index)
             self._check_length(index, saved, own, first)
             first += len(own)
-            hyper = self._hyper_of({**self.defaults, **saved})
-            for key, (name, param) in zip(saved["params"], own, strict=True):
+
+    def _check_states(self, loaded: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any], Hyper]]:
+        """Return each parameter with its saved state and settings, or refuse the checkpoint."""
+        states = []
+        for index, saved in enumerate(loaded["param_groups"]):
+            hyper = self._saved_hyper(index, saved)
+            for key, (name, param) in zip(saved["params"], self._named_group(index), strict=True):
                 if state := loaded["state"].get(key):
                     check_loaded(name, param, state, hyper)
                     states.append((param, state, hyper))
         return states
+
+    def _saved_hyper(self, index: int, saved: dict[str, Any]) -> Hyper:
+        """The settings of a checkpoint's group, or say that they are another optimizer's."""
+        whose = f"the checkpoint's group {index} was saved from another optimizer than "
+        if foreign := sorted((MARKS & saved.keys()) - set(self.hyper_class.names())):
+            raise ValueError(
+                f"{whose}{type(self).__name__}, which has no {foreign[0]}; load it into that one"
+            )
+        try:
+            return self._hyper_of({**self.defaults, **saved})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{whose}{type(self).__name__}, or spoiled: {error}") from error
 
     @staticmethod
     def _check_length(
@@ -532,6 +561,16 @@ def has_fixed_momentum(group: dict[str, Any]) -> bool:
     return isinstance(group.get("momentum"), Real)
 
 
+def _full_precision() -> ExitStack:
+    """Turn autocast off, which would run the products of the rule in 16 bits."""
+    accelerator = torch.accelerator.current_accelerator()
+    stack = ExitStack()
+    for kind in ("cpu", *([] if accelerator is None else [accelerator.type])):
+        if torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
+
+
 def _fused_step(
     works: list[Work], flat: list[Tensor], hypers: list[Hyper], before: FusedStep | None
 ) -> FusedStep:
@@ -549,8 +588,8 @@ def _complete(optimizer: Optimizer, packed: dict[str, Any]) -> None:
     on_device = optimizer._execution.capturable
     for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         hyper = optimizer._hyper_of(group)
-        if "momentum" in saved:
-            saved["momentum"] = as_setting(saved["momentum"])  # FAM, if it was set in the group
+        # FAM may have been set in the group, and schedulers write numbers of numpy.
+        saved.update({name: as_setting(value) for name, value in saved.items()})
         for param, key in zip(group["params"], saved["params"], strict=True):
             if packed["state"] and param.requires_grad and not packed["state"].get(key):
                 packed["state"][key] = init_state(param, hyper, step_on_device=on_device)
@@ -596,6 +635,15 @@ def _names(group: dict[str, Any], first: int) -> Iterable[str]:
     """Names of a group's parameters; `first` is the index of its first among all."""
     numbered = (f"param_{first + i}" for i in range(len(group["params"])))
     return chain(group.get("param_names", numbered))
+
+
+def _in_order(saved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """A saved group in the order of one's own, where both have the same names; else as it is."""
+    names = own.get("param_names", [])
+    keys = dict(zip(saved.get("param_names", []), saved["params"], strict=False))
+    if len(keys) != len(own["params"]) or set(keys) != set(names):
+        return saved
+    return {**saved, "params": [keys[name] for name in names], "param_names": list(names)}
 
 
 def _check_parameter(name: str, param: Tensor) -> None:
