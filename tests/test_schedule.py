@@ -90,6 +90,22 @@ def test_each_group_keeps_its_own_base() -> None:
     assert schedule.get_last_lr() == [0.1, 0.3]
 
 
+@pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)])
+def test_a_group_that_comes_later(lr: float | torch.Tensor) -> None:
+    """Its own rate is its base, as of those that were there, also after a resume."""
+    param, optimizer, schedule = make(lr=0.2, warmup_steps=0, total_steps=4)
+    advance(param, optimizer, schedule, 1)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "lr": lr})
+    advance(param, optimizer, schedule, 1)
+    factor = schedule.factor(2)
+    assert [float(x) for x in schedule.get_last_lr()] == pytest.approx([0.2 * factor, 0.5 * factor])
+    again = AdaptiveSchedule(optimizer, warmup_steps=0, total_steps=4)
+    again.load_state_dict(schedule.state_dict())
+    advance(param, optimizer, again, 1)
+    factor = schedule.factor(3)
+    assert [float(x) for x in again.get_last_lr()] == pytest.approx([0.2 * factor, 0.5 * factor])
+
+
 @pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)])
 def test_resume_in_the_middle_gives_the_same_curve(lr: float | torch.Tensor) -> None:
     settings: dict[str, Any] = {"warmup_steps": 5, "total_steps": 20, "decay_factor": 0.2}

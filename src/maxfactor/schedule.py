@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from maxfactor.checks import check_number, check_positive, check_whole
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.optim import Optimizer
 
 WARMUP_FLOOR = 0.001  # the first step's share of the base rate
@@ -72,6 +72,7 @@ class AdaptiveSchedule(LRScheduler):
 
     def get_lr(self) -> list[Any]:
         """The caps of the present step, from the base rates alone."""
+        self._take_in_new_groups()
         factor = self.factor(self.last_epoch)
         return [factor * base for base in self._bases()]
 
@@ -85,6 +86,13 @@ class AdaptiveSchedule(LRScheduler):
         if own is not None:
             return list(own())
         return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def _take_in_new_groups(self) -> None:
+        """Groups that were added since, say of unfrozen layers, have the rate they came with."""
+        for group in self.optimizer.param_groups[len(self.base_lrs) :]:
+            lr = group["lr"]
+            group.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr)
+            self.base_lrs.append(group["initial_lr"])
 
     def _bases(self) -> list[float | Tensor]:
         bases: list[Any] = self.base_lrs
