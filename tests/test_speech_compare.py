@@ -28,6 +28,7 @@ from maxfactor.speech import compare as comparing
 from maxfactor.speech import settings as settings_module
 from maxfactor.speech.audio import InputError
 from maxfactor.speech.compare import Outcome, Plan, Run, compare
+from maxfactor.speech.lock import alone_in
 from maxfactor.speech.optimizers import default_lr
 from maxfactor.speech.settings import Settings
 from maxfactor.speech.train import DivergedError, train
@@ -304,7 +305,7 @@ def command(out: Path, cache: Path, *options: str) -> list[str]:
 def trains(folder: Path) -> bool:
     """Whether a process has the lock of a training's folder."""
     try:
-        with comparing._alone_in(folder):
+        with alone_in(folder):
             return False
     except InputError:
         return True
@@ -354,7 +355,7 @@ def test_two_comparisons_do_not_train_in_one_folder(tmp_path: Path) -> None:
     plan = Plan(BASE, ["speech"])
     run = plan.run("speech", None, 0)
     with (
-        comparing._alone_in(tmp_path / run.folder),
+        alone_in(tmp_path / run.folder),
         pytest.raises(InputError, match="another process trains here"),
     ):
         comparing._train_one(run, tmp_path, tmp_path / "cache", 1)

@@ -32,6 +32,7 @@ from maxfactor.cli import app
 from maxfactor.speech import checkpoint, files, synth, train
 from maxfactor.speech.audio import SAMPLE_RATE, InputError
 from maxfactor.speech.evaluate import Evaluation
+from maxfactor.speech.lock import alone_in
 from maxfactor.speech.metrics import METRICS, Metrics
 from maxfactor.speech.preparation import Prepared, prepare
 from maxfactor.speech.progress import Bar, Pace
@@ -185,6 +186,48 @@ def test_ctrl_c_saves_and_says_how_to_go_on(cache: Path, tmp_path: Path) -> None
     step = checkpoint.load_training(checkpoint.checkpoints(out)[-1])["step"]
     assert 3 <= step < 3000
     assert lines(out)[-1]["step"] == step
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs locks of POSIX")
+def test_a_folder_is_one_trainings_until_its_process_ends(cache: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = start(out, cache, 3000)
+    wait_for_step(out, 3, process)
+    for more in [[], ["--resume"]]:
+        refused = start(out, cache, 3000, *more)
+        output, _ = refused.communicate(timeout=120)
+        assert refused.returncode == 2
+        [line] = output.splitlines()
+        assert str(out) in line
+        assert "another process trains here" in line
+        assert "another --out" in line
+    assert process.poll() is None  # and is not disturbed
+    process.kill()
+    process.communicate()
+    with alone_in(out):
+        pass
+
+
+def test_a_training_that_cannot_begin_leaves_no_folder(cache: Path, tmp_path: Path) -> None:
+    settings = replace(TINY, data=str(tmp_path / "none.tsv"), utterances=None)
+    (tmp_path / "mine").mkdir()
+    for name, left in [("out/deep", False), ("mine", True)]:
+        with pytest.raises(InputError, match="no such file"):
+            train.train(settings, tmp_path / name, cache=cache)
+        assert (tmp_path / name).exists() == left
+
+
+def test_where_there_are_no_locks_a_training_goes_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+
+    def flock(_file: object, _how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with alone_in(tmp_path):
+        assert (tmp_path / "lock").exists()
 
 
 # ------------------------------------------------------------------------------- the step

@@ -49,7 +49,7 @@ RANKS = [
         "speech.parallel",
     },
     {"speech.progress", "speech.settings", "speech.shards"},
-    {"speech.data", "speech.files", "speech.metrics", "speech.synth"},
+    {"speech.data", "speech.files", "speech.lock", "speech.metrics", "speech.synth"},
     {"speech.preparation", "speech.transcription"},
     {"speech.trainer"},
     {"speech.train"},

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import sys
 import threading
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -32,7 +31,7 @@ from maxfactor.speech.shards import write_whole
 from maxfactor.speech.train import DivergedError, Result, train
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from torch.optim import Optimizer
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from maxfactor.speech.trainer import Trainer
 
 RESULT = "result.json"
-LOCK = "lock"  # held while a training goes on in a folder
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0)  # shares of an optimizer's own rate that are tried
 SAME_TIME = "same time"
 RUNS = "runs"  # the folder of the trainings
@@ -361,25 +359,6 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-@contextmanager
-def _alone_in(out: Path) -> Iterator[None]:
-    """Keep other processes out of a training's folder; the lock goes with the process."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(
-                f"{out}: another process trains here; wait for its end, or take another --out"
-            ) from error
-        yield
-
-
 def _share_cores(device: torch.device, jobs: int) -> None:
     """Take a share of the cores: all of them for each of several trainings is far slower."""
     if device.type == "cpu" and jobs > 1:
@@ -389,8 +368,7 @@ def _share_cores(device: torch.device, jobs: int) -> None:
 def _train_one(run: Run, folder: Path, cache: Path | None, jobs: int) -> tuple[str, Outcome]:
     """Train in this process, going on with what is there."""
     _share_cores(run.settings.torch_device, jobs)
-    with _alone_in(folder / run.folder):
-        return run.folder, _trained(run, folder / run.folder, cache, jobs)
+    return run.folder, _trained(run, folder / run.folder, cache, jobs)
 
 
 def _trained(run: Run, out: Path, cache: Path | None, jobs: int) -> Outcome:

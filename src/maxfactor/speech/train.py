@@ -6,7 +6,7 @@ import json
 import math
 import signal
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ import torch
 
 from maxfactor.speech import checkpoint
 from maxfactor.speech.audio import InputError
+from maxfactor.speech.lock import alone_in
 from maxfactor.speech.metrics import Metrics, NoMetrics
 from maxfactor.speech.model import SIZES
 from maxfactor.speech.optimizers import check_cut, check_installed
@@ -63,7 +64,7 @@ def train(
     workers: int | None = None,
     shard: str | None = None,
 ) -> Result:
-    """Train, with checkpoints and metrics in a folder.
+    """Train, with checkpoints and metrics in a folder, which no other process trains in meanwhile.
 
     On Ctrl-C the step under way is finished and saved, and the result has no evaluation.
 
@@ -80,10 +81,11 @@ def train(
             spread over them. The first process alone writes and tells.
     """
     check_beforehand(settings, cache, workers)
-    with started(shard, settings.torch_device) as ranks:
+    with started(shard, settings.torch_device) as ranks, ExitStack() as held:
         reporter = reporter if reporter is not None and ranks.rank == 0 else Silent()
         check_batch(settings.batch_size, ranks.world)
         check_cut(settings.optimizer, ranks.cuts)
+        ranks.together(lambda: held.enter_context(alone_in(out)) if ranks.rank == 0 else None)
         last = ranks.together(lambda: check_folder(out, settings, resume))
         if prepared is None:
             prepared = ranks.first_alone(lambda: prepare(settings, cache, workers, reporter))
