@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -24,12 +23,14 @@ from typer.testing import CliRunner
 from maxfactor.cli import app
 from maxfactor.guard import given_up
 from maxfactor.report import report
+from maxfactor.speech import checkpoint
 from maxfactor.speech import compare as comparing
 from maxfactor.speech import settings as settings_module
 from maxfactor.speech.audio import InputError
 from maxfactor.speech.compare import Outcome, Plan, Run, compare
 from maxfactor.speech.lock import alone_in
 from maxfactor.speech.optimizers import default_lr
+from maxfactor.speech.processes import in_processes
 from maxfactor.speech.settings import Settings
 from maxfactor.speech.train import DivergedError, train
 from maxfactor.speech.trainer import Trainer
@@ -195,24 +196,9 @@ def spoilt(monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
             next(trainer.model.parameters()).data.fill_(float("nan"))
         return loss
 
-    class Here:
-        """A pool that works in this process."""
-
-        def __init__(self, *_: Any, **__: Any) -> None: ...
-
-        def __enter__(self) -> Here:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def imap_unordered(self, work: Any, runs: Any) -> Any:
-            return map(work, runs)
-
-    class Context:
-        Pool = Here
-
     monkeypatch.setattr(Trainer, "train_step", train_step)
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _: Context)
+    here = lambda work, runs, _: (work(run) for run in runs)  # noqa: E731
+    monkeypatch.setattr(comparing, "in_processes", here)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "speech"])
@@ -348,6 +334,27 @@ def test_a_comparison_that_is_stopped_leaves_no_training_behind(
     if number == signal.SIGINT:
         assert "the same command goes on" in lines[-1]
         assert "Traceback" not in complained
+        [saved] = checkpoint.checkpoints(metrics.parent)  # though no evaluation was near
+        last = json.loads(metrics.read_text().splitlines()[-1])
+        assert checkpoint.load_training(saved)["step"] == last["step"] > 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals of POSIX")
+def test_a_process_that_is_killed_is_missed() -> None:
+    results = in_processes(killed_if_odd, [2, 4, 5, 6], 1)
+    assert [next(results), next(results)] == [4, 8]
+    with pytest.raises(InputError, match=r"5: its process was killed by signal 9.*fewer --jobs"):
+        next(results)
+    with pytest.raises(InputError, match="seven"):
+        list(in_processes(killed_if_odd, [7], 1))
+
+
+def killed_if_odd(number: int) -> int:
+    if number == 7:
+        raise InputError("seven")
+    if number % 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 2 * number
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs locks of POSIX")

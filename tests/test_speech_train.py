@@ -169,11 +169,14 @@ def test_killed_at_a_random_step_it_goes_on_to_the_same_weights(
     assert not list(killed.rglob("*.partial"))
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_how_to_go_on(
+    cache: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     out = tmp_path / "my out"
     process = start(out, cache, 3000, "--tensorboard")
     wait_for_step(out, 3, process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     output, _ = process.communicate()
     assert process.returncode == 130, output
     hint = output.splitlines()[-1].strip()

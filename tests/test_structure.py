@@ -47,6 +47,7 @@ RANKS = [
         "speech.graphs",
         "speech.optimizers",
         "speech.parallel",
+        "speech.processes",
     },
     {"speech.progress", "speech.settings", "speech.shards"},
     {"speech.data", "speech.files", "speech.lock", "speech.metrics", "speech.synth"},

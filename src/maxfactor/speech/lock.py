@@ -35,7 +35,7 @@ def alone_in(out: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if is_new and os.listdir(out) == [LOCK]:
+            if is_new and [*out.iterdir()] == [out / LOCK]:
                 shutil.rmtree(out, ignore_errors=True)
 
 

@@ -9,7 +9,7 @@ import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from maxfactor.speech.data import Batch
     from maxfactor.speech.evaluate import Evaluation
 
+STOPPING = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what `kill` and schedulers send
 LOG_EVERY = 10  # steps
 MEMORIES = 50  # how often a training notes what FAM remembers
 
@@ -66,7 +67,7 @@ def train(
 ) -> Result:
     """Train, with checkpoints and metrics in a folder, which no other process trains in meanwhile.
 
-    On Ctrl-C the step under way is finished and saved, and the result has no evaluation.
+    On Ctrl-C or SIGTERM the step under way is finished and saved, and the result has no evaluation.
 
     Args:
         settings: What to do; they must be the same when a training is resumed.
@@ -132,9 +133,9 @@ def _run(trainer: Trainer, out: Path, metrics: NoMetrics, reporter: Reporter) ->
                     folder = trainer.save(out)
         finally:
             batches.close()  # ends its thread
-    finished = trainer.step == settings.steps
-    if folder is None or not finished:
-        folder = trainer.save(out)
+        finished = trainer.step == settings.steps
+        if folder is None or not finished:
+            folder = trainer.save(out)
     if finished and evaluation is None:  # resumed after its end
         evaluation = trainer.evaluate()
     return Result(
@@ -244,19 +245,22 @@ def _agreed(ranks: Alone, asked: abc.Callable[[], bool]) -> abc.Callable[[], boo
 
 @contextmanager
 def _stop_asked() -> abc.Iterator[abc.Callable[[], bool]]:
-    """Turn the first Ctrl-C into an answer to a question; the second is as ever."""
+    """Turn the first of each signal to stop into an answer to a question; the second is as ever."""
     asked: list[int] = []
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in STOPPING}
 
     def ask(number: int, _frame: object) -> None:
         asked.append(number)
-        signal.signal(number, before)
+        signal.signal(number, before[number])
 
     try:
-        before = signal.signal(signal.SIGINT, ask)
+        for number in STOPPING:
+            signal.signal(number, ask)
     except ValueError:  # not in the main thread, which alone may do this
         yield lambda: False
         return
     try:
         yield lambda: bool(asked)
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number in STOPPING:
+            signal.signal(number, before[number])
