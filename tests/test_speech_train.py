@@ -352,7 +352,7 @@ def test_a_folder_takes_one_training(cache: Path, tmp_path: Path) -> None:
     train.train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1)
     with pytest.raises(InputError, match="holds a training already"):
         train.train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1)
-    with pytest.raises(InputError, match="started with steps=2, cannot go on with 6"):
+    with pytest.raises(InputError, match="steps=2, cannot go on with 6; another --out"):
         train.train(TINY, tmp_path, resume=True, cache=cache, workers=1)
 
 
@@ -563,7 +563,10 @@ def wrong_train(trained: Path, folder: Path) -> list[tuple[list[object], str]]:
     pair = ["--validation", folder / "single.tsv"]
     return [
         (["--data", folder / "nothing"], "nothing: no such file or folder"),
-        (["--data", folder / "missing.tsv", *pair], "nowhere.wav: no such file"),
+        (
+            ["--data", folder / "missing.tsv", *pair],
+            f"missing.tsv:1: {folder / 'nowhere.wav'}: no such",
+        ),
         (["--data", folder / "empty.tsv"], "empty.tsv:1: the transcript of"),
         (["--data", folder / "single.tsv"], "only 1 recordings"),
         (
@@ -588,7 +591,7 @@ def wrong_train(trained: Path, folder: Path) -> list[tuple[list[object], str]]:
         (["--out", example / "deeper"], "example.wav is a file; --out names a folder"),
         (["--cache", example], "example.wav is a file; --cache names a folder"),
         (["--resume"], "--resume needs --out"),
-        (["--resume", "--out", folder / "gone"], "settings.json: cannot be read"),
+        (["--resume", "--out", folder / "gone"], "gone: holds no training to go on with; without"),
         (["--out", trained], "holds a training already"),
         (["--task", "sentences", "--model", trained, "--utterances", "2"], "no token for"),
     ]
@@ -661,6 +664,19 @@ def test_the_bar_shows_the_last_error_rate() -> None:
     bar.close()
     frames = [line for line in shown.getvalue().splitlines() if "2/2" in line]
     assert "WER 50.0%" in frames[-1]
+
+
+@pytest.mark.parametrize(("width", "together"), [(50, False), (80, True)])
+def test_a_narrow_bar_shows_how_far_it_is(width: int, together: bool) -> None:
+    shown = io.StringIO()
+    bar = Bar(Console(file=shown, force_terminal=True, width=width))
+    bar.begin("training", 2000)
+    bar.pace(Pace(1500, 1.0, 0.1, 0.1, 1.0, 1.0))
+    bar.evaluated(1500, Evaluation(0.25, 0.1, []))
+    bar.close()
+    assert "WER 25.0%" in shown.getvalue()
+    line = next(line for line in shown.getvalue().splitlines() if "1500/2000" in line)
+    assert ("steps/s" in line) == together
 
 
 def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
