@@ -29,7 +29,7 @@ from maxfactor.speech import settings as settings_module
 from maxfactor.speech.audio import InputError
 from maxfactor.speech.compare import Outcome, Plan, Run, compare
 from maxfactor.speech.lock import alone_in
-from maxfactor.speech.optimizers import default_lr
+from maxfactor.speech.optimizers import default_lr, names
 from maxfactor.speech.processes import in_processes
 from maxfactor.speech.settings import Settings
 from maxfactor.speech.train import DivergedError, train
@@ -441,6 +441,22 @@ def test_the_page_tells_the_settings_and_the_rates_that_were_tried() -> None:
 def test_the_page_says_that_trainings_ran_side_by_side() -> None:
     assert "side by side" not in report(several(), "Speech")
     assert "Up to 3 trainings ran side by side" in report([outcome(jobs=3)], "Speech")
+
+
+def test_a_curve_above_one_is_seen_where_there_is_no_other() -> None:
+    def top(*outcomes: Outcome) -> float:
+        [first, _] = re.findall(r'"range":\[0\.0,([0-9.]+)\]', report(outcomes, "Speech"))
+        return float(first)
+
+    assert top(outcome("fam", wer=1.2)) == pytest.approx(1.05 * 1.2)
+    assert top(outcome("fam", wer=1.2), outcome("adamw", wer=0.5)) == pytest.approx(1.05)
+    assert top(outcome("fam", wer=None, metrics=[])) == pytest.approx(1.05)
+
+
+def test_every_optimizer_has_a_color_of_its_own() -> None:
+    page = report([outcome(name) for name in names()], "Speech")
+    colors = re.findall(r'class="swatch" style="background:(#[0-9a-f]+)"', page)
+    assert len(set(colors)) == len(names())
 
 
 def test_the_page_shows_texts_as_they_are() -> None:
