@@ -78,7 +78,7 @@ def _ended(status: int | None) -> str:
     if status is not None and status < 0:
         return (
             f"its process was killed by signal {-status}, as where memory runs out; the same "
-            "command goes on, and takes less memory with a smaller --batch-size or fewer --jobs"
+            "command goes on, and takes less memory with fewer --jobs"
         )
     return f"its process ended with status {status}, the reason stands above"
 
