@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -24,11 +23,14 @@ from typer.testing import CliRunner
 from maxfactor.cli import app
 from maxfactor.guard import given_up
 from maxfactor.report import report
+from maxfactor.speech import checkpoint
 from maxfactor.speech import compare as comparing
 from maxfactor.speech import settings as settings_module
 from maxfactor.speech.audio import InputError
 from maxfactor.speech.compare import Outcome, Plan, Run, compare
-from maxfactor.speech.optimizers import default_lr
+from maxfactor.speech.lock import alone_in
+from maxfactor.speech.optimizers import default_lr, names
+from maxfactor.speech.processes import in_processes
 from maxfactor.speech.settings import Settings
 from maxfactor.speech.train import DivergedError, train
 from maxfactor.speech.trainer import Trainer
@@ -194,24 +196,9 @@ def spoilt(monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
             next(trainer.model.parameters()).data.fill_(float("nan"))
         return loss
 
-    class Here:
-        """A pool that works in this process."""
-
-        def __init__(self, *_: Any, **__: Any) -> None: ...
-
-        def __enter__(self) -> Here:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def imap_unordered(self, work: Any, runs: Any) -> Any:
-            return map(work, runs)
-
-    class Context:
-        Pool = Here
-
     monkeypatch.setattr(Trainer, "train_step", train_step)
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _: Context)
+    here = lambda work, runs, _: (work(run) for run in runs)  # noqa: E731
+    monkeypatch.setattr(comparing, "in_processes", here)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "speech"])
@@ -304,7 +291,7 @@ def command(out: Path, cache: Path, *options: str) -> list[str]:
 def trains(folder: Path) -> bool:
     """Whether a process has the lock of a training's folder."""
     try:
-        with comparing._alone_in(folder):
+        with alone_in(folder):
             return False
     except InputError:
         return True
@@ -347,6 +334,27 @@ def test_a_comparison_that_is_stopped_leaves_no_training_behind(
     if number == signal.SIGINT:
         assert "the same command goes on" in lines[-1]
         assert "Traceback" not in complained
+        [saved] = checkpoint.checkpoints(metrics.parent)  # though no evaluation was near
+        last = json.loads(metrics.read_text().splitlines()[-1])
+        assert checkpoint.load_training(saved)["step"] == last["step"] > 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals of POSIX")
+def test_a_process_that_is_killed_is_missed() -> None:
+    results = in_processes(killed_if_odd, [2, 4, 5, 6], 1)
+    assert [next(results), next(results)] == [4, 8]
+    with pytest.raises(InputError, match=r"5: its process was killed by signal 9.*fewer --jobs"):
+        next(results)
+    with pytest.raises(InputError, match="seven"):
+        list(in_processes(killed_if_odd, [7], 1))
+
+
+def killed_if_odd(number: int) -> int:
+    if number == 7:
+        raise InputError("seven")
+    if number % 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 2 * number
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs locks of POSIX")
@@ -354,7 +362,7 @@ def test_two_comparisons_do_not_train_in_one_folder(tmp_path: Path) -> None:
     plan = Plan(BASE, ["speech"])
     run = plan.run("speech", None, 0)
     with (
-        comparing._alone_in(tmp_path / run.folder),
+        alone_in(tmp_path / run.folder),
         pytest.raises(InputError, match="another process trains here"),
     ):
         comparing._train_one(run, tmp_path, tmp_path / "cache", 1)
@@ -433,6 +441,22 @@ def test_the_page_tells_the_settings_and_the_rates_that_were_tried() -> None:
 def test_the_page_says_that_trainings_ran_side_by_side() -> None:
     assert "side by side" not in report(several(), "Speech")
     assert "Up to 3 trainings ran side by side" in report([outcome(jobs=3)], "Speech")
+
+
+def test_a_curve_above_one_is_seen_where_there_is_no_other() -> None:
+    def top(*outcomes: Outcome) -> float:
+        [first, _] = re.findall(r'"range":\[0\.0,([0-9.]+)\]', report(outcomes, "Speech"))
+        return float(first)
+
+    assert top(outcome("fam", wer=1.2)) == pytest.approx(1.05 * 1.2)
+    assert top(outcome("fam", wer=1.2), outcome("adamw", wer=0.5)) == pytest.approx(1.05)
+    assert top(outcome("fam", wer=None, metrics=[])) == pytest.approx(1.05)
+
+
+def test_every_optimizer_has_a_color_of_its_own() -> None:
+    page = report([outcome(name) for name in names()], "Speech")
+    colors = re.findall(r'class="swatch" style="background:(#[0-9a-f]+)"', page)
+    assert len(set(colors)) == len(names())
 
 
 def test_the_page_shows_texts_as_they_are() -> None:

@@ -133,6 +133,17 @@ def test_unreadable_audio_is_named(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+def test_audio_of_unknown_length_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "piped.flac"
+    soundfile.write(path, tone(440.0, SAMPLE_RATE), SAMPLE_RATE)
+    content = bytearray(path.read_bytes())
+    content[21] &= 0xF0  # the 36 bits of STREAMINFO that count the samples
+    content[22:26] = bytes(4)
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"piped\.flac: its header does not say how long it is"):
+        audio.samples_in(path)
+
+
 # ----------------------------------------------------------------------------- features
 
 
@@ -443,6 +454,8 @@ def recording(path: Path, seconds: float = 0.5) -> Path:
 
 def test_lists_are_taken_as_they_are(tmp_path: Path) -> None:
     """Quotation marks are text, one line is one recording, an accent belongs to its letter."""
+    for name in ("a.wav", "b.wav"):
+        recording(tmp_path / name)
     listing = tmp_path / "list.tsv"
     listing.write_bytes('\ufeffpath\ttext\na.wav\t"hello\n\nb.wav\tcafe\u0301\r\n'.encode())
     texts = [one.text for one in files.find_recordings(listing)]
@@ -484,6 +497,9 @@ def test_lists_and_folders_are_read(tmp_path: Path) -> None:
         ("list.tsv", "", r"list\.tsv: lists no recordings"),
         ("list.jsonl", "{}\n", r"list\.jsonl:1: must be"),
         ("list.jsonl", "[1]\n", r"list\.jsonl:1: must be"),
+        ("list.jsonl", '{"path": "list.jsonl", "text": 5}\n', r"list\.jsonl:1: must be"),
+        ("list.jsonl", '{"path": null, "text": "five"}\n', r"list\.jsonl:1: must be"),
+        ("list.tsv", "audio\tsentence\n", r"list\.tsv:1: .*audio: no such file"),
         ("list.jsonl", '{"path": "a.wav", "text": ""}\n', r"transcript of .*a\.wav is empty"),
         ("list.csv", "a.wav,hello\n", r"list\.csv: must be a folder, or"),
     ],
@@ -519,5 +535,5 @@ def test_a_text_is_never_both_trained_on_and_held_out() -> None:
     train, validation = files.held_out(recordings)
     assert 5 <= len(validation) <= 50
     assert not {one.text for one in train} & {one.text for one in validation}
-    with pytest.raises(InputError, match="too few"):
-        files.held_out(recordings[:1])
+    with pytest.raises(InputError, match="only 2 recordings of 1 texts, too few"):
+        files.held_out(recordings[:2])

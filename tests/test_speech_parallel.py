@@ -22,6 +22,7 @@ from maxfactor.cli import app
 from maxfactor.speech import checkpoint, train
 from maxfactor.speech.audio import InputError
 from maxfactor.speech.features import draw_stretches, spec_augment
+from maxfactor.speech.lock import alone_in
 from maxfactor.speech.metrics import read_metrics
 from maxfactor.speech.parallel import Ranks as Processes
 from maxfactor.speech.settings import Settings
@@ -205,6 +206,18 @@ def fails(out: Path, case: str, message: str) -> None:
             patch.setattr(train, "check_folder", _refuses)
         with pytest.raises(InputError, match=message):
             trained(replace(BASE, **changes.get(case, {})), out, "fsdp")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs locks of POSIX")
+def test_all_are_told_that_another_trains_in_the_folder(two: Ranks, tmp_path: Path) -> None:
+    with alone_in(tmp_path):
+        two.run(is_kept_out, tmp_path)
+    two.run(trained, BASE, tmp_path, "ddp")
+
+
+def is_kept_out(out: Path) -> None:
+    with pytest.raises(InputError, match=f"{out}: another process trains here"):
+        trained(BASE, out, "ddp")
 
 
 def _refuses(*_: object) -> None:

@@ -32,6 +32,7 @@ from maxfactor.cli import app
 from maxfactor.speech import checkpoint, files, synth, train
 from maxfactor.speech.audio import SAMPLE_RATE, InputError
 from maxfactor.speech.evaluate import Evaluation
+from maxfactor.speech.lock import alone_in
 from maxfactor.speech.metrics import METRICS, Metrics
 from maxfactor.speech.preparation import Prepared, prepare
 from maxfactor.speech.progress import Bar, Pace
@@ -168,11 +169,14 @@ def test_killed_at_a_random_step_it_goes_on_to_the_same_weights(
     assert not list(killed.rglob("*.partial"))
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_how_to_go_on(
+    cache: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     out = tmp_path / "my out"
     process = start(out, cache, 3000, "--tensorboard")
     wait_for_step(out, 3, process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     output, _ = process.communicate()
     assert process.returncode == 130, output
     hint = output.splitlines()[-1].strip()
@@ -185,6 +189,48 @@ def test_ctrl_c_saves_and_says_how_to_go_on(cache: Path, tmp_path: Path) -> None
     step = checkpoint.load_training(checkpoint.checkpoints(out)[-1])["step"]
     assert 3 <= step < 3000
     assert lines(out)[-1]["step"] == step
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs locks of POSIX")
+def test_a_folder_is_one_trainings_until_its_process_ends(cache: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = start(out, cache, 3000)
+    wait_for_step(out, 3, process)
+    for more in [[], ["--resume"]]:
+        refused = start(out, cache, 3000, *more)
+        output, _ = refused.communicate(timeout=120)
+        assert refused.returncode == 2
+        [line] = output.splitlines()
+        assert str(out) in line
+        assert "another process trains here" in line
+        assert "another --out" in line
+    assert process.poll() is None  # and is not disturbed
+    process.kill()
+    process.communicate()
+    with alone_in(out):
+        pass
+
+
+def test_a_training_that_cannot_begin_leaves_no_folder(cache: Path, tmp_path: Path) -> None:
+    settings = replace(TINY, data=str(tmp_path / "none.tsv"), utterances=None)
+    (tmp_path / "mine").mkdir()
+    for name, left in [("out/deep", False), ("mine", True)]:
+        with pytest.raises(InputError, match="no such file"):
+            train.train(settings, tmp_path / name, cache=cache)
+        assert (tmp_path / name).exists() == left
+
+
+def test_where_there_are_no_locks_a_training_goes_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+
+    def flock(_file: object, _how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with alone_in(tmp_path):
+        assert (tmp_path / "lock").exists()
 
 
 # ------------------------------------------------------------------------------- the step
@@ -306,7 +352,7 @@ def test_a_folder_takes_one_training(cache: Path, tmp_path: Path) -> None:
     train.train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1)
     with pytest.raises(InputError, match="holds a training already"):
         train.train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1)
-    with pytest.raises(InputError, match="started with steps=2, cannot go on with 6"):
+    with pytest.raises(InputError, match="steps=2, cannot go on with 6; another --out"):
         train.train(TINY, tmp_path, resume=True, cache=cache, workers=1)
 
 
@@ -517,7 +563,10 @@ def wrong_train(trained: Path, folder: Path) -> list[tuple[list[object], str]]:
     pair = ["--validation", folder / "single.tsv"]
     return [
         (["--data", folder / "nothing"], "nothing: no such file or folder"),
-        (["--data", folder / "missing.tsv", *pair], "nowhere.wav: no such file"),
+        (
+            ["--data", folder / "missing.tsv", *pair],
+            f"missing.tsv:1: {folder / 'nowhere.wav'}: no such",
+        ),
         (["--data", folder / "empty.tsv"], "empty.tsv:1: the transcript of"),
         (["--data", folder / "single.tsv"], "only 1 recordings"),
         (
@@ -542,7 +591,7 @@ def wrong_train(trained: Path, folder: Path) -> list[tuple[list[object], str]]:
         (["--out", example / "deeper"], "example.wav is a file; --out names a folder"),
         (["--cache", example], "example.wav is a file; --cache names a folder"),
         (["--resume"], "--resume needs --out"),
-        (["--resume", "--out", folder / "gone"], "settings.json: cannot be read"),
+        (["--resume", "--out", folder / "gone"], "gone: holds no training to go on with; without"),
         (["--out", trained], "holds a training already"),
         (["--task", "sentences", "--model", trained, "--utterances", "2"], "no token for"),
     ]
@@ -615,6 +664,19 @@ def test_the_bar_shows_the_last_error_rate() -> None:
     bar.close()
     frames = [line for line in shown.getvalue().splitlines() if "2/2" in line]
     assert "WER 50.0%" in frames[-1]
+
+
+@pytest.mark.parametrize(("width", "together"), [(50, False), (80, True)])
+def test_a_narrow_bar_shows_how_far_it_is(width: int, together: bool) -> None:
+    shown = io.StringIO()
+    bar = Bar(Console(file=shown, force_terminal=True, width=width))
+    bar.begin("training", 2000)
+    bar.pace(Pace(1500, 1.0, 0.1, 0.1, 1.0, 1.0))
+    bar.evaluated(1500, Evaluation(0.25, 0.1, []))
+    bar.close()
+    assert "WER 25.0%" in shown.getvalue()
+    line = next(line for line in shown.getvalue().splitlines() if "1500/2000" in line)
+    assert ("steps/s" in line) == together
 
 
 def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 COLORS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c564b",
-    "#bcbd22", "#17becf",
+    "#bcbd22", "#17becf", "#332288", "#882255",
 )  # fmt: skip
 TARGET = 0.1  # the word error rate that steps are counted to
 EXAMPLES = 5
@@ -136,9 +136,17 @@ def _curves(
         figure.add_scatter(x=x, y=middle, name=label, line=line, mode=mode, legendgroup=label)
     figure.update_layout(**_layout(title, axis))
     if what == "wer":
-        figure.update_yaxes(tickformat=".0%", range=[0.0, 1.05])  # what is beyond says nothing
+        # What is beyond says nothing, unless there is nothing else.
+        top = 1.05 * max(1.0, min(_rates_of(groups), default=1.0))
+        figure.update_yaxes(tickformat=".0%", range=[0.0, top])
         figure.update_traces(hovertemplate="%{y:.1%} at %{x}")
     return figure
+
+
+def _rates_of(groups: dict[str, list[Outcome]]) -> list[float]:
+    """All word error rates that were measured, at the ends and on the way."""
+    lines = [line for group in groups.values() for one in group for line in one.metrics]
+    return [line["wer"] for line in lines if line.get("wer") is not None]
 
 
 def _averaged(

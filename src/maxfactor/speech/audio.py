@@ -16,6 +16,7 @@ Samples: TypeAlias = NDArray[np.int16]
 
 SAMPLE_RATE = 16_000
 FULL_SCALE = 32_768.0  # of 16-bit samples
+UNKNOWN = 2**63 - 1  # frames, what libsndfile says of a FLAC whose length was not filled in
 TAPER = 0.05  # share of the band over which the resampler's filter falls off
 
 
@@ -47,6 +48,11 @@ def samples_in(path: Path) -> int:
         info = soundfile.info(str(path))
     except (OSError, soundfile.SoundFileError) as error:
         raise InputError(f"{path}: {_why_unreadable(path, error)}") from error
+    if info.frames == UNKNOWN:
+        raise InputError(
+            f"{path}: its header does not say how long it is, as where it was written to a pipe; "
+            "write it anew to a file"
+        )
     return resampled_length(int(info.frames), int(info.samplerate), SAMPLE_RATE)
 
 

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
-import os
 import sys
-import threading
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
-from multiprocessing.connection import wait
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +22,14 @@ from maxfactor.speech.audio import InputError
 from maxfactor.speech.metrics import read_metrics
 from maxfactor.speech.optimizers import default_lr
 from maxfactor.speech.preparation import prepare
+from maxfactor.speech.processes import in_processes
 from maxfactor.speech.progress import Lines
 from maxfactor.speech.settings import SETTINGS, Settings, check_same
 from maxfactor.speech.shards import write_whole
 from maxfactor.speech.train import DivergedError, Result, train
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from torch.optim import Optimizer
@@ -41,7 +38,6 @@ if TYPE_CHECKING:
     from maxfactor.speech.trainer import Trainer
 
 RESULT = "result.json"
-LOCK = "lock"  # held while a training goes on in a folder
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0)  # shares of an optimizer's own rate that are tried
 SAME_TIME = "same time"
 RUNS = "runs"  # the folder of the trainings
@@ -53,6 +49,9 @@ class Run:
 
     label: str  # what its curve is called
     settings: Settings
+
+    def __str__(self) -> str:
+        return f"{self.label}, lr {self.settings.rate:g}, seed {self.settings.seed}"
 
     @property
     def folder(self) -> str:
@@ -162,7 +161,7 @@ def compare(
     try:
         return _compare(plan, out, jobs, cache, say)
     except KeyboardInterrupt:
-        say("stopped; the same command goes on from the last checkpoints")
+        say("stopped; what was trained is saved, and the same command goes on with it")
         raise
 
 
@@ -318,20 +317,15 @@ def _run_all(
 
     def begin() -> None:
         for number, run in islice(waiting, 1):
-            one = run.settings
-            say(
-                f"training {number} of {len(missing)}: {run.label}, lr {one.rate:g}, seed "
-                f"{one.seed}, {one.steps} steps …"
-            )
+            say(f"training {number} of {len(missing)}: {run}, {run.settings.steps} steps …")
 
     work = partial(_train_one, folder=folder, cache=cache, jobs=jobs)
+    for _ in range(jobs):  # the first ones; each that ends makes room for another
+        begin()
     # One process for each training: what one took in memory must not be counted for the next.
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(jobs, _end_with_parent, maxtasksperchild=1) as pool:
-        for _ in range(jobs):  # the first ones; each that ends makes room for another
-            begin()
-        for name, outcome in pool.imap_unordered(work, missing):
-            found[name] = outcome
+    with closing(in_processes(work, missing, jobs)) as outcomes:
+        for outcome in outcomes:
+            found[outcome.folder] = outcome
             say(_told(outcome))
             begin()
     return [outcome for outcome in (found[run.folder] for run in runs) if outcome is not None]
@@ -344,53 +338,16 @@ def _told(outcome: Outcome) -> str:
     return f"{outcome.label}, lr {outcome.lr:g}, seed {outcome.seed}: {came_to}"
 
 
-def _end_with_parent() -> None:
-    """End this process when the one that started it has ended, however that was.
-
-    Else a training of a comparison that was killed would go on, beside that of the next one.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-    sentinel = parent.sentinel
-
-    def watch() -> None:
-        wait([sentinel])
-        os._exit(1)  # not through the main thread, which may be busy for long
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-@contextmanager
-def _alone_in(out: Path) -> Iterator[None]:
-    """Keep other processes out of a training's folder; the lock goes with the process."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(
-                f"{out}: another process trains here; wait for its end, or take another --out"
-            ) from error
-        yield
-
-
 def _share_cores(device: torch.device, jobs: int) -> None:
     """Take a share of the cores: all of them for each of several trainings is far slower."""
     if device.type == "cpu" and jobs > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
 
 
-def _train_one(run: Run, folder: Path, cache: Path | None, jobs: int) -> tuple[str, Outcome]:
+def _train_one(run: Run, folder: Path, cache: Path | None, jobs: int) -> Outcome:
     """Train in this process, going on with what is there."""
     _share_cores(run.settings.torch_device, jobs)
-    with _alone_in(folder / run.folder):
-        return run.folder, _trained(run, folder / run.folder, cache, jobs)
+    return _trained(run, folder / run.folder, cache, jobs)
 
 
 def _trained(run: Run, out: Path, cache: Path | None, jobs: int) -> Outcome:

@@ -89,9 +89,10 @@ def held_out(recordings: Iterable[Recording]) -> tuple[list[Recording], list[Rec
         kept_back = int.from_bytes(digest, "big") < VALIDATION_SHARE * 2**64
         (validation if kept_back else train).append(recording)
     if not (train and validation):
+        texts = len({recording.text for recording in train + validation})
         raise InputError(
-            f"only {len(train) + len(validation)} recordings, too few to keep some back for "
-            "validation; name others with --validation"
+            f"only {len(train) + len(validation)} recordings of {texts} texts, too few to keep "
+            "texts back for validation; name others with --validation"
         )
     return train, validation
 
@@ -129,6 +130,8 @@ def _jsonl(path: Path) -> Iterator[Recording]:
         try:
             entry = json.loads(line)
             audio, text = entry["path"], entry["text"]
+            if not (isinstance(audio, str) and isinstance(text, str)):
+                raise TypeError(line)
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(f'{where}: must be {{"path": …, "text": …}}, got {line!r}') from error
         yield _recording(_beside(path, audio), text, where)
@@ -144,16 +147,18 @@ def _tsv(path: Path) -> Iterator[Recording]:
         yield _recording(_beside(path, row[0]), row[1], where)
 
 
-def _recording(path: Path, text: object, where: str) -> Recording:
-    if not isinstance(text, str) or not text.split():
+def _recording(path: Path, text: str, where: str) -> Recording:
+    if not text.split():
         raise InputError(f"{where}: the transcript of {path} is empty")
+    if not path.exists():  # or something that is no path, as in a heading
+        raise InputError(f"{where}: {path}: no such file")
     # A letter with an accent is one letter, however it is written, as for the tokenizer.
     return Recording(path, unicodedata.normalize("NFC", " ".join(text.split())))
 
 
-def _beside(listing: Path, audio: object) -> Path:
+def _beside(listing: Path, audio: str) -> Path:
     """Paths in a list are relative to it."""
-    return listing.parent / Path(str(audio)).expanduser()
+    return listing.parent / Path(audio).expanduser()
 
 
 def _lines(path: Path) -> list[tuple[int, str]]:

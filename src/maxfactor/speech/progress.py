@@ -120,15 +120,19 @@ class Bar(Lines):
 
     def __init__(self, console: Console) -> None:
         from rich import progress  # a training that nobody looks at needs it not
+        from rich.table import Column
 
         super().__init__(console)
+        # Where there is little room the bar gives way, and then the status takes more lines.
+        whole, rest = Column(no_wrap=True), Column(ratio=1)
         self._progress = progress.Progress(
             progress.TextColumn("{task.description}"),
-            progress.BarColumn(bar_width=None),
-            progress.MofNCompleteColumn(),
-            progress.TextColumn("{task.fields[status]}"),
-            progress.TimeRemainingColumn(compact=True),
+            progress.BarColumn(bar_width=None, table_column=rest),
+            progress.MofNCompleteColumn(table_column=whole),
+            progress.TextColumn("{task.fields[status]}", table_column=Column()),
+            progress.TimeRemainingColumn(compact=True, table_column=whole),
             console=console,
+            expand=True,
         )
         self._progress.start()
         self._task = self._progress.add_task("", status="", visible=False)

@@ -172,6 +172,8 @@ def rate_factor(settings: Settings, step: int) -> float:
 def read_settings(out: Path) -> Settings:
     """The settings that a folder's training was started with."""
     path = out / SETTINGS
+    if not path.exists():
+        raise InputError(f"{out}: holds no training to go on with; without --resume one begins")
     try:
         saved = json.loads(path.read_text())
         known = {field.name for field in fields(Settings)}
@@ -187,7 +189,8 @@ def check_same(out: Path, settings: Settings) -> None:
         old, new = getattr(before, field.name), getattr(settings, field.name)
         if old != new:
             raise InputError(
-                f"{out}: was started with {field.name}={old!r}, cannot go on with {new!r}"
+                f"{out}: was started with {field.name}={old!r}, cannot go on with {new!r}; "
+                f"another --out begins anew, with --model {out} from the weights it has"
             )
 
 

@@ -6,15 +6,16 @@ import json
 import math
 import signal
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from maxfactor.speech import checkpoint
 from maxfactor.speech.audio import InputError
+from maxfactor.speech.lock import alone_in
 from maxfactor.speech.metrics import Metrics, NoMetrics
 from maxfactor.speech.model import SIZES
 from maxfactor.speech.optimizers import check_cut, check_installed
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from maxfactor.speech.data import Batch
     from maxfactor.speech.evaluate import Evaluation
 
+STOPPING = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what `kill` and schedulers send
 LOG_EVERY = 10  # steps
 MEMORIES = 50  # how often a training notes what FAM remembers
 
@@ -63,9 +65,9 @@ def train(
     workers: int | None = None,
     shard: str | None = None,
 ) -> Result:
-    """Train, with checkpoints and metrics in a folder.
+    """Train, with checkpoints and metrics in a folder, which no other process trains in meanwhile.
 
-    On Ctrl-C the step under way is finished and saved, and the result has no evaluation.
+    On Ctrl-C or SIGTERM the step under way is finished and saved, and the result has no evaluation.
 
     Args:
         settings: What to do; they must be the same when a training is resumed.
@@ -80,10 +82,11 @@ def train(
             spread over them. The first process alone writes and tells.
     """
     check_beforehand(settings, cache, workers)
-    with started(shard, settings.torch_device) as ranks:
+    with started(shard, settings.torch_device) as ranks, ExitStack() as held:
         reporter = reporter if reporter is not None and ranks.rank == 0 else Silent()
         check_batch(settings.batch_size, ranks.world)
         check_cut(settings.optimizer, ranks.cuts)
+        ranks.together(lambda: held.enter_context(alone_in(out)) if ranks.rank == 0 else None)
         last = ranks.together(lambda: check_folder(out, settings, resume))
         if prepared is None:
             prepared = ranks.first_alone(lambda: prepare(settings, cache, workers, reporter))
@@ -130,9 +133,9 @@ def _run(trainer: Trainer, out: Path, metrics: NoMetrics, reporter: Reporter) ->
                     folder = trainer.save(out)
         finally:
             batches.close()  # ends its thread
-    finished = trainer.step == settings.steps
-    if folder is None or not finished:
-        folder = trainer.save(out)
+        finished = trainer.step == settings.steps
+        if folder is None or not finished:
+            folder = trainer.save(out)
     if finished and evaluation is None:  # resumed after its end
         evaluation = trainer.evaluate()
     return Result(
@@ -242,19 +245,22 @@ def _agreed(ranks: Alone, asked: abc.Callable[[], bool]) -> abc.Callable[[], boo
 
 @contextmanager
 def _stop_asked() -> abc.Iterator[abc.Callable[[], bool]]:
-    """Turn the first Ctrl-C into an answer to a question; the second is as ever."""
+    """Turn the first of each signal to stop into an answer to a question; the second is as ever."""
     asked: list[int] = []
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in STOPPING}
 
     def ask(number: int, _frame: object) -> None:
         asked.append(number)
-        signal.signal(number, before)
+        signal.signal(number, before[number])
 
     try:
-        before = signal.signal(signal.SIGINT, ask)
+        for number in STOPPING:
+            signal.signal(number, ask)
     except ValueError:  # not in the main thread, which alone may do this
         yield lambda: False
         return
     try:
         yield lambda: bool(asked)
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number in STOPPING:
+            signal.signal(number, before[number])
