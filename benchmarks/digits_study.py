@@ -81,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs = [run for row in rows for run in runs_of(row, options)]
     prepare(runs[0].settings, options.cache, workers=options.jobs)  # before they all want it
     context = multiprocessing.get_context("spawn")
-    with context.Pool(options.jobs, torch.set_num_threads, (1,)) as pool:
+    # A fresh process now and then: what a training held is not free at once.
+    with context.Pool(options.jobs, torch.set_num_threads, (1,), maxtasksperchild=8) as pool:
         found = []
         for run, wer in zip(runs, pool.imap(word_errors, runs), strict=True):
             settings = run.settings
