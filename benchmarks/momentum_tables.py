@@ -239,28 +239,21 @@ def stores_table() -> list[Entry]:
 def lean_table() -> list[Entry]:
     """Without momentum: the rate of vectors, the clip, what the step is scaled by, weight decay."""
     rates, two = (0.01, 0.02, 0.04), (0.02, 0.04)
-    whole = {"vector": {"lr_share": 1.0}}
-    current = {"vector": {"lr_share": 1.0, "scale": "current"}}
+    current = {"vector": {"scale": "current"}}
     return [
-        entry("as it is: vectors at a quarter of the rate", "lean", rates),
-        entry("vectors at the same rate", "lean", (0.01, 0.02, 0.04, 0.08), by_kind=whole),
-        entry(
-            "all but hidden at half the rate", "lean", two, by_kind={"others": {"lr_share": 0.5}}
-        ),
-        entry("same rate, no clip of the update", "lean", two, d=NO_CLIP, by_kind=whole),
+        entry("as it is", "lean", (0.01, 0.02, 0.04, 0.08)),
         *(
-            entry(f"same rate, clip of the update at {d:g}", "lean", two, d=d, by_kind=whole)
-            for d in (1.5, 2.0, 3.0, 0.5)
+            entry(name, "lean", rates if kind == "vector" else two, by_kind={kind: {"lr_share": s}})
+            for name, kind, s in (
+                ("vectors at a quarter of the rate", "vector", 0.25),
+                ("all but hidden at half the rate", "others", 0.5),
+            )
         ),
-        entry(
-            "same rate, initial scale, vectors current",
-            "lean",
-            rates,
-            scale="initial",
-            by_kind=current,
-        ),
-        entry("same rate, weight decay 0.1", "lean", rates, weight_decay=0.1, by_kind=whole),
-        entry("same rate, initial scale", "lean", rates, scale="initial", by_kind=whole),
+        entry("no clip of the update", "lean", two, d=NO_CLIP),
+        *(entry(f"clip of the update at {d:g}", "lean", two, d=d) for d in (1.5, 2.0, 3.0, 0.5)),
+        entry("initial scale, vectors current", "lean", rates, scale="initial", by_kind=current),
+        entry("weight decay 0.1", "lean", rates, weight_decay=0.1),
+        entry("initial scale", "lean", rates, scale="initial"),
     ]
 
 

@@ -216,7 +216,7 @@ def test_digits_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     """The recipe with two rates of norms and biases: other trainings, the rest alike."""
     out = tmp_path / "digits.json"
     where = ["--out", str(out), "--cache", str(tmp_path / "cache")]
-    digits_study.main(["--quick", "--only", "lean", "--jobs", "1", *where])
+    digits_study.main(["--quick", "--only", "lean, norms", "--jobs", "1", *where])
     text = out.read_text()
     result = json.loads(text)
     assert [row["lr"] for row in result["rows"]] == [0.01, 0.01]
@@ -225,14 +225,21 @@ def test_digits_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert {"date", "machine", "versions", "command"} <= result.keys()
     assert socket.gethostname() not in text
     assert str(tmp_path) not in text
+    digits_study.main(["--quick", "--only", "lean, clip", "--jobs", "1", *where])
+    again = json.loads(out.read_text())["rows"]
+    assert again[:2] == result["rows"]  # what was not run stays
+    assert again[2]["name"] == "lean, clip of the update at 1.5"
 
 
-@pytest.mark.parametrize("share", [1.0, 0.25])
-def test_the_share_of_vectors(share: float) -> None:
-    [row] = [row for row in digits_study.ROWS if row.optimizer == "fam" and row.share == share]
-    recipe = digits_study.changed(row)["fam"]
-    assert recipe.settings("vector", 0.08)["lr"] == 0.08 * share
-    assert recipe.settings("hidden", 0.08)["lr"] == 0.08
+def test_the_recipes_of_the_digits_study() -> None:
+    rows = {row.name: row for row in digits_study.ROWS}
+    quarter = digits_study.changed(rows["fam, norms and biases at a quarter of the rate"])["fam"]
+    assert quarter.settings("vector", 0.08)["lr"] == 0.02
+    assert quarter.settings("hidden", 0.08)["lr"] == 0.08
+    clipped = digits_study.changed(rows["lean, clip of the update at 1.5"])["lean"]
+    assert clipped.settings("hidden")["d"] == 1.5
+    assert clipped.settings("vector", 0.08)["lr"] == 0.08
+    assert digits_study.changed(rows["adamw"]) == {}
 
 
 def test_a_filter_of_one_number() -> None:

@@ -72,11 +72,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 # Recipes of our own: version 1.0 but for what is said here.
 BY_KIND: dict[str, Recipe] = {
-    # Rate and the share of vectors by benchmarks/momentum_study.py, table `lean`.
-    "lean": Recipe(
-        {**COMMON, "lr": 0.04, "weight_decay": 0.0, "direction": "factored"},
-        {"vector": {"lr_share": 0.25}},
-    ),
+    "lean": Recipe({**COMMON, "lr": 0.02, "weight_decay": 0.0, "direction": "factored"}),
     # Longest memory, direction and rate by benchmarks/momentum_study.py, `main`, `batch`, `large`.
     "fam": Recipe(
         {
@@ -123,8 +119,8 @@ def recipe(name: str) -> dict[str, Any]:
     """Return the arguments of a published version of MaxFactor, or of another recipe.
 
     Args:
-        name: "0.1", "0.2", "0.3", "1.0" or "fam". "lean" and "speech" differ from layer to layer
-            and are for `for_model` alone.
+        name: "0.1", "0.2", "0.3", "1.0", "lean" or "fam". "speech" differs from layer to layer
+            and is for `for_model` alone.
 
     Returns:
         A new dict, to be changed as you like and unpacked into `MaxFactor`.
