@@ -341,8 +341,8 @@ def test_a_comparison_that_is_stopped_leaves_no_training_behind(
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals of POSIX")
 def test_a_process_that_is_killed_is_missed() -> None:
-    results = in_processes(killed_if_odd, [2, 4, 5, 6], 1)
-    assert [next(results), next(results)] == [4, 8]
+    results = in_processes(killed_if_odd, [2, 5, 6], 1)
+    assert next(results) == 4
     with pytest.raises(InputError, match=r"5: its process was killed by signal 9.*fewer --jobs"):
         next(results)
     with pytest.raises(InputError, match="seven"):
