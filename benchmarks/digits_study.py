@@ -1,6 +1,6 @@
 """A second task beside momentum_study.py's: connected digits, on a CPU.
 
-    python benchmarks/digits_study.py                     # about 20 minutes on two cores
+    python benchmarks/digits_study.py                     # about half an hour on two cores
     python benchmarks/digits_study.py --only lean         # the other rows stay as they are
     python benchmarks/digits_study.py --quick --out /tmp/digits.json
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,12 +26,13 @@ import torch
 from maxfactor.bench.step_time import circumstances
 from maxfactor.recipes import BY_KIND, Recipe
 from maxfactor.speech.preparation import prepare
+from maxfactor.speech.processes import in_processes
 from maxfactor.speech.settings import Settings
 from maxfactor.speech.trainer import Trainer
 from touch_tones_study import to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 Record = dict[str, Any]  # a part of a JSON file
 
@@ -74,6 +74,9 @@ class Run:
     settings: Settings
     cache: Path | None
 
+    def __str__(self) -> str:
+        return f"{self.row.name}, lr {self.settings.lr:g}, seed {self.settings.seed}"
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, write, print."""
@@ -81,16 +84,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = [row for row in ROWS if re.search(options.only, row.name)]
     runs = [run for row in rows for run in runs_of(row, options)]
     prepare(runs[0].settings, options.cache, workers=options.jobs)  # before they all want it
-    context = multiprocessing.get_context("spawn")
-    # A fresh process now and then: what a training held is not free at once.
-    with context.Pool(options.jobs, torch.set_num_threads, (1,), maxtasksperchild=8) as pool:
-        found = []
-        for run, wer in zip(runs, pool.imap(word_errors, runs), strict=True):
-            settings = run.settings
-            print(f"{run.row.name}, lr {settings.lr:g}, seed {settings.seed}: {wer:.2f} %")
-            found.append((run, wer))
+    found: dict[Run, float] = {}
+    for run, wer in in_processes(word_errors, runs, options.jobs):
+        print(f"{run}: {wer:.2f} %", flush=True)
+        found[run] = wer
     known = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
-    new = {row.name: summary(row, found) for row in rows}
+    new = {
+        row.name: summary(row.name, {run: found[run] for run in runs if run.row == row})
+        for row in rows
+    }
     all_rows = {row["name"]: row for row in known} | new
     record = {
         "command": "python benchmarks/digits_study.py" + " --quick" * options.quick,
@@ -98,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "rows": [all_rows[row.name] for row in ROWS if row.name in all_rows],
     }
     options.out.write_text(to_json(record))
-    print(markdown(json.loads(options.out.read_text())))
+    print(markdown(record))
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -128,8 +130,9 @@ def runs_of(row: Row, options: argparse.Namespace) -> list[Run]:
     ]
 
 
-def word_errors(run: Run) -> float:
-    """Train, and return the word error rate in per cent."""
+def word_errors(run: Run) -> tuple[Run, float]:
+    """Train on one core; the word error rate in per cent."""
+    torch.set_num_threads(1)
     with mock.patch.dict(BY_KIND, changed(run.row)):
         trainer = Trainer(run.settings, prepare(run.settings, run.cache, workers=1))
     batches = trainer.batches()
@@ -138,7 +141,7 @@ def word_errors(run: Run) -> float:
             trainer.train_step(next(batches))
     finally:
         batches.close()  # ends its thread
-    return round(100.0 * trainer.evaluate().wer, 3)
+    return run, round(100.0 * trainer.evaluate().wer, 3)
 
 
 def changed(row: Row) -> dict[str, Recipe]:
@@ -151,14 +154,13 @@ def changed(row: Row) -> dict[str, Recipe]:
     return {row.optimizer: Recipe({**recipe.common, **dict(row.changes)}, by_kind)}
 
 
-def summary(row: Row, found: Sequence[tuple[Run, float]]) -> Record:
+def summary(name: str, found: Mapping[Run, float]) -> Record:
     """The errors of a row at each rate, by seed, and the best of them."""
     tried: dict[str, list[float]] = {}
-    for run, wer in found:
-        if run.row == row:
-            tried.setdefault(f"{run.settings.lr:g}", []).append(wer)
+    for run, wer in found.items():
+        tried.setdefault(f"{run.settings.lr:g}", []).append(wer)
     best = min(tried, key=lambda lr: mean(tried[lr]))
-    return {"name": row.name, "lr": float(best), "wer": tried[best], "tried": tried}
+    return {"name": name, "lr": float(best), "wer": tried[best], "tried": tried}
 
 
 def markdown(record: Record) -> str:

@@ -51,6 +51,7 @@ ADAMW = (5e-4, 1e-3, 2e-3, 4e-3)
 OURS = (0.005, 0.01, 0.02, 0.04)
 FIXED = (0.95, 0.9, 0.98, 0.8)
 NO_CLIP = 1e9  # of the update; infinity is no JSON
+QUARTER = {"vector": {"lr_share": 0.25}}  # of the rate, for norms and biases
 # A model that learnt English with AdamW learns German.
 GERMAN: dict[str, Any] = {"language": "de", "start": "english", "train": 600, "steps": 500}
 
@@ -242,12 +243,9 @@ def lean_table() -> list[Entry]:
     current = {"vector": {"scale": "current"}}
     return [
         entry("as it is", "lean", (0.01, 0.02, 0.04, 0.08)),
-        *(
-            entry(name, "lean", rates if kind == "vector" else two, by_kind={kind: {"lr_share": s}})
-            for name, kind, s in (
-                ("vectors at a quarter of the rate", "vector", 0.25),
-                ("all but hidden at half the rate", "others", 0.5),
-            )
+        entry("vectors at a quarter of the rate", "lean", rates, by_kind=QUARTER),
+        entry(
+            "all but hidden at half the rate", "lean", two, by_kind={"others": {"lr_share": 0.5}}
         ),
         entry("no clip of the update", "lean", two, d=NO_CLIP),
         *(entry(f"clip of the update at {d:g}", "lean", two, d=d) for d in (1.5, 2.0, 3.0, 0.5)),
@@ -259,13 +257,12 @@ def lean_table() -> list[Entry]:
 
 def speech_table() -> list[Entry]:
     """What else `speech` could be, in half the steps."""
-    quarter = {"vector": {"lr_share": 0.25}}
     changes: dict[str, dict[str, Any]] = {
         "as it is": {},
-        "vectors at a quarter of the rate": {"by_kind": quarter},
+        "vectors at a quarter of the rate": {"by_kind": QUARTER},
         "weight decay 0.05": {"weight_decay": 0.05},
         "vectors at a quarter of the rate, weight decay 0.05": {
-            "by_kind": quarter,
+            "by_kind": QUARTER,
             "weight_decay": 0.05,
         },
         "weight decay 0.2": {"weight_decay": 0.2},
@@ -289,9 +286,9 @@ def fam_table() -> list[Entry]:
         "initial scale, vectors current": {"scale": "initial", "by_kind": current},
         "weight decay 0.1": {"weight_decay": 0.1},
         "no weight decay": {"weight_decay": 0.0},
-        "vectors at a quarter of the rate": {"by_kind": {"vector": {"lr_share": 0.25}}},
+        "vectors at a quarter of the rate": {"by_kind": QUARTER},
         "vectors at a quarter of the rate, no weight decay": {
-            "by_kind": {"vector": {"lr_share": 0.25}},
+            "by_kind": QUARTER,
             "weight_decay": 0.0,
         },
         "all but hidden at half the rate": {"by_kind": {"others": {"lr_share": 0.5}}},
