@@ -35,7 +35,7 @@ from maxfactor.backends.deal import balanced
 from maxfactor.bench.shapes import MODELS, Shape, elements, shapes
 from maxfactor.bench.step_time import circumstances, write
 from maxfactor.hyper import AdafactorHyper, MaxFactorHyper
-from maxfactor.orthogonal import STEPS as NEWTON_SCHULZ_STEPS
+from maxfactor.orthogonal import steps_at_a_time
 from maxfactor.recipes import find_recipe
 from maxfactor.state import factoring
 
@@ -194,7 +194,8 @@ def busiest(model: Mapping[str, Shape], contender: str, ranks: int) -> Busiest:
     entries, products = Counter[int](), Counter[int]()
     for owner, (short, long) in zip(owners, matrices, strict=True):
         entries[owner] += short * long
-        products[owner] += NEWTON_SCHULZ_STEPS * 2 * (2 * short * short * long + short**3)
+        for steps in steps_at_a_time(short, long):
+            products[owner] += 2 * (2 * short * short * long + (4 * steps - 3) * short**3)
     return Busiest(max(entries.values(), default=0), max(products.values(), default=0))
 
 

@@ -30,7 +30,7 @@ from cases import (
 )
 from maxfactor import FAM, MaxFactor, rule
 from maxfactor.fam import band_index, band_members, from_bands, to_bands
-from maxfactor.orthogonal import orthogonal
+from maxfactor.orthogonal import newton_schulz, orthogonal
 from maxfactor.quantize import dequantized, quantized
 from maxfactor.rule import MaxFactorHyper
 
@@ -286,6 +286,33 @@ def test_orthogonal(shape: tuple[int, ...]) -> None:
         assert (one * source).sum() > 0  # the same direction
         torch.testing.assert_close(orthogonal(3e20 * source), one, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(orthogonal(3e-30 * source), one, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(12, 12), (12, 23), (12, 24), (50, 9), (2, 7, 21)])
+def test_newton_schulz_is_five_steps(shape: tuple[int, ...]) -> None:
+    """However many of them are taken at a time."""
+    y = torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    ours = newton_schulz(y).reshape(-1, *shape[-2:]).numpy()
+    for one, source in zip(ours, y.reshape(-1, *shape[-2:]).numpy(), strict=True):
+        np.testing.assert_allclose(one, oracle.newton_schulz(source), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [64, 256])
+@pytest.mark.parametrize("kind", ["noise", "faint", "rank 1", "loud row", "ones"])
+def test_newton_schulz_stays_bounded_in_bfloat16(n: int, kind: str) -> None:
+    """Rounding must not grow, whatever the singular values are."""
+    generator = torch.Generator().manual_seed(3)
+    y = torch.randn(64, n, generator=generator)
+    if kind == "faint":
+        y = y * torch.arange(1, 65).unsqueeze(1) ** -2.0
+    elif kind == "rank 1":
+        y = y[:, :1] @ y[:1]
+    elif kind == "loud row":
+        y[0] *= 1e4
+    elif kind == "ones":
+        y = torch.ones_like(y)
+    values = torch.linalg.svdvals(newton_schulz(y.to(torch.bfloat16)).float())
+    assert 0.5 < values.max() < 1.3
 
 
 def test_orthogonal_of_zeros() -> None:
