@@ -23,6 +23,7 @@ from unittest import mock
 
 import torch
 
+from maxfactor import FAM
 from maxfactor.bench.step_time import circumstances
 from maxfactor.recipes import BY_KIND, Recipe
 from maxfactor.speech.preparation import prepare
@@ -43,24 +44,41 @@ SEEDS = 3
 
 @dataclass(frozen=True)
 class Row:
-    """An optimizer and its rates; of a recipe the share of norms and biases, and other changes."""
+    """An optimizer and its rates; of a recipe what is changed, "KIND.SETTING" for some layers."""
 
     name: str
     optimizer: str
     rates: tuple[float, ...]
-    share: float = 1.0
-    changes: tuple[tuple[str, float], ...] = ()
+    changes: tuple[tuple[str, float | FAM], ...] = ()
 
 
+OTHERS = ("conv", "embedding", "head", "vector")
+HALF = tuple((f"{kind}.lr_share", 0.5) for kind in OTHERS)
+QUARTER = (("vector.lr_share", 0.25),)
 RATES = {"speech": (0.01, 0.02, 0.04), "fam": (0.02, 0.04, 0.08), "lean": (0.01, 0.02, 0.04)}
 ROWS = (
     *(
-        Row(f"{recipe}, norms and biases at {said} rate", recipe, rates, share)
+        Row(f"{recipe}, norms and biases at {said} rate", recipe, rates, changes)
         for recipe, rates in RATES.items()
-        for said, share in (("the same", 1.0), ("a quarter of the", 0.25))
+        for said, changes in (("the same", ()), ("a quarter of the", QUARTER))
     ),
-    Row("fam, no weight decay", "fam", RATES["fam"], changes=(("weight_decay", 0.0),)),
-    Row("lean, clip of the update at 1.5", "lean", RATES["lean"], changes=(("d", 1.5),)),
+    *(
+        Row(f"speech, memory of {beta:g}", "speech", RATES["speech"], (("hidden.momentum", beta),))
+        for beta in (0.9, 0.85, 0.8)
+    ),
+    *(
+        Row(f"fam, memory up to {beta:g}", "fam", RATES["fam"], (("momentum", FAM(beta_max=beta)),))
+        for beta in (0.88, 0.84, 0.8)
+    ),
+    Row("fam, no weight decay", "fam", RATES["fam"], (("weight_decay", 0.0),)),
+    Row("fam, all but hidden at half the rate", "fam", RATES["fam"], HALF),
+    Row(
+        "fam, convolutions and embeddings at half, norms and biases at a quarter of the rate",
+        "fam",
+        RATES["fam"],
+        HALF + QUARTER,
+    ),
+    Row("lean, clip of the update at 1.5", "lean", RATES["lean"], (("d", 1.5),)),
     Row("adamw", "adamw", (0.0005, 0.001, 0.002, 0.004)),
     Row("adafactor (torch)", "adafactor", (0.01, 0.02, 0.04)),
 )
@@ -149,9 +167,12 @@ def changed(row: Row) -> dict[str, Recipe]:
     if row.optimizer not in BY_KIND:
         return {}
     recipe = BY_KIND[row.optimizer]
-    vector = {**recipe.by_kind.get("vector", {}), "lr_share": row.share}
-    by_kind = {**recipe.by_kind, "vector": vector}
-    return {row.optimizer: Recipe({**recipe.common, **dict(row.changes)}, by_kind)}
+    common, by_kind = dict(recipe.common), {kind: dict(own) for kind, own in recipe.by_kind.items()}
+    for name, value in row.changes:
+        kind, _, setting = name.rpartition(".")
+        settings = by_kind.setdefault(kind, {}) if kind else common
+        settings[setting] = value
+    return {row.optimizer: Recipe(common, by_kind)}
 
 
 def summary(name: str, found: Mapping[Run, float]) -> Record:

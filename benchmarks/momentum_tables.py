@@ -52,6 +52,7 @@ OURS = (0.005, 0.01, 0.02, 0.04)
 FIXED = (0.95, 0.9, 0.98, 0.8)
 NO_CLIP = 1e9  # of the update; infinity is no JSON
 QUARTER = {"vector": {"lr_share": 0.25}}  # of the rate, for norms and biases
+LONG = {"hidden": {"momentum": 0.95}}  # what `speech` had at first
 # A model that learnt English with AdamW learns German.
 GERMAN: dict[str, Any] = {"language": "de", "start": "english", "train": 600, "steps": 500}
 
@@ -81,7 +82,7 @@ def short_table() -> list[Entry]:
 
 
 def vectors_table() -> list[Entry]:
-    """What `speech` does with everything but the hidden matrices."""
+    """What `speech` does with everything but the hidden matrices, which remember by 0.95 here."""
     rates = (0.01, 0.02, 0.04)
     longer = {"momentum": fam()}
     found = [
@@ -91,7 +92,8 @@ def vectors_table() -> list[Entry]:
             rates,
             d=1.0,
             by_kind={
-                "others": {"direction": direction, "scale": scale, "lr_share": share, **longer}
+                "others": {"direction": direction, "scale": scale, "lr_share": share, **longer},
+                **LONG,
             },
         )
         for scale in ("current", "initial")
@@ -112,6 +114,7 @@ def vectors_table() -> list[Entry]:
                     **longer,
                 },
                 "vector": {"eps": [1e-10, eps2]},
+                **LONG,
             },
         )
         for eps2 in (0.01, 0.1)
@@ -125,15 +128,16 @@ def vectors_table() -> list[Entry]:
         by_kind={
             "others": {"direction": "sign_max", "scale": "initial", "lr_share": 1.0, **longer},
             "vector": {"scale": "current"},
+            **LONG,
         },
     )
-    own = entry("as in speech: FAM up to 0.92, no clip", "speech", rates, search=3)
+    own = entry("FAM up to 0.92, no clip", "speech", rates, search=3, by_kind=LONG)
     before = entry(
         "others factored, initial scale, share 1, vectors current",
         "speech",
         rates,
         d=1.0,
-        by_kind={"others": longer},
+        by_kind={"others": longer, **LONG},
     )
     return [own, before, *found, mixed, *floors]
 
@@ -256,9 +260,9 @@ def lean_table() -> list[Entry]:
 
 
 def speech_table() -> list[Entry]:
-    """What else `speech` could be, in half the steps."""
+    """What else `speech` could be, in half the steps; hidden matrices remember by 0.95 here."""
     changes: dict[str, dict[str, Any]] = {
-        "as it is": {},
+        "FAM up to 0.92, no clip": {},
         "vectors at a quarter of the rate": {"by_kind": QUARTER},
         "weight decay 0.05": {"weight_decay": 0.05},
         "vectors at a quarter of the rate, weight decay 0.05": {
@@ -269,12 +273,56 @@ def speech_table() -> list[Entry]:
         "hidden FAM up to 0.95": {
             "by_kind": {"hidden": {"momentum": fam(beta_max=0.95), "nesterov": False}}
         },
-        "hidden EMA 0.9, nesterov": {"by_kind": {"hidden": {"momentum": 0.9}}},
+        "decay towards zero only": {"variant": "calm_decay"},
+        "decay 0.2 towards zero only": {"variant": "calm_decay", "weight_decay": 0.2},
+        "cautious": {"variant": "cautious"},
+        "even rows": {"variant": "even_rows"},
+        "momentum not whitened": {"variant": "unwhitened"},
+        "momentum half whitened": {"variant": "half_whitened"},
+        "exact polar factor": {"variant": "exact_polar"},
+        "hidden EMA 0.9, weight decay 0.05": {
+            "by_kind": {"hidden": {"momentum": 0.9}},
+            "weight_decay": 0.05,
+        },
     }
     return [
-        entry(name, "speech", (0.02, 0.04), search=3, steps=750, **change)
+        entry(
+            name,
+            "speech",
+            (0.02, 0.04),
+            search=3,
+            steps=750,
+            **{**change, "by_kind": {**LONG, **change.get("by_kind", {})}},
+        )
         for name, change in changes.items()
     ]
+
+
+def memory_table() -> list[Entry]:
+    """How long hidden matrices remember in `speech`, and in Muon."""
+    spans: dict[str, tuple[tuple[float, ...], dict[str, Any]]] = {
+        "half the steps": ((0.02, 0.04), {"steps": 750}),
+        "all steps": ((0.01, 0.02, 0.04), {}),
+        "German": ((0.01, 0.02, 0.04), GERMAN),
+        "Spanish": ((0.01, 0.02, 0.04), {**GERMAN, "language": "es"}),
+    }
+    ours = [
+        entry(
+            f"{span}: speech, EMA {beta:g}",
+            "speech",
+            rates,
+            search=3,
+            by_kind={"hidden": {"momentum": beta}},
+            **settings,
+        )
+        for span, (rates, settings) in spans.items()
+        for beta in (0.9, 0.85, 0.8, 0.95)
+    ]
+    muon = [
+        entry(f"half the steps: muon, {beta:g}", "muon", OURS[1:], 3, steps=750, momentum=beta)
+        for beta in (0.9,)
+    ]
+    return [*ours, *muon]
 
 
 def fam_table() -> list[Entry]:
@@ -311,7 +359,33 @@ def fam_table() -> list[Entry]:
             "by_kind": current,
             "weight_decay": 0.0,
         },
-        "FAM up to 0.95": {"momentum": fam(beta_max=0.95)},
+        "cautious": {"variant": "cautious"},
+        "cautious, all but hidden at half the rate": {
+            "variant": "cautious",
+            "by_kind": {"others": {"lr_share": 0.5}},
+        },
+        "embeddings at half the rate": {"by_kind": {"embedding": {"lr_share": 0.5}}},
+        "convolutions at half the rate": {"by_kind": {"conv": {"lr_share": 0.5}}},
+        "embeddings and convolutions at half, vectors at a quarter of the rate": {
+            "by_kind": {
+                "embedding": {"lr_share": 0.5},
+                "conv": {"lr_share": 0.5},
+                "vector": {"lr_share": 0.25},
+            }
+        },
+        "initial scale, vectors current, all but hidden at half the rate": {
+            "scale": "initial",
+            "by_kind": {"others": {"lr_share": 0.5}, "vector": {"scale": "current"}},
+        },
+        **{f"FAM up to {b:g}": {"momentum": fam(beta_max=b)} for b in (0.88, 0.84, 0.8, 0.95)},
+        "FAM up to 0.95, all but hidden at half the rate": {
+            "momentum": fam(beta_max=0.95),
+            "by_kind": {"others": {"lr_share": 0.5}},
+        },
+        "mix 0.02, all but hidden at half the rate": {
+            "momentum": fam(beta_max=0.92, mix=0.02),
+            "by_kind": {"others": {"lr_share": 0.5}},
+        },
         "mix 0.2": {"momentum": fam(beta_max=0.92, mix=0.2)},
         "clip of the update at 1": {"d": 1.0},
         "sign_max, FAM up to 0.98": {"direction": "sign_max", "momentum": longer, "d": 1.0},
@@ -422,6 +496,7 @@ def finetune_table() -> list[Entry]:
             name,
             own,
             search=3 if train == 600 and name in ("adamw", "speech", "fam") else 1,
+            seeds=6 if train == 600 and name in ("adamw", "speech", "fam") else 3,
             clip=1.0 if name == "adamw" else None,
             **{**GERMAN, "language": language, "train": train},
         )
@@ -458,6 +533,7 @@ TABLES: dict[str, Callable[[], list[Entry]]] = {
     "lean": lean_table,
     "fam": fam_table,
     "speech": speech_table,
+    "memory": memory_table,
     "clip": clip_table,
     "bands": bands_table,
     "directions": directions_table,

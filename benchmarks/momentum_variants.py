@@ -3,6 +3,12 @@
 exact_clip     the input is clipped by its own RMS, as in FAM's first form, not by sums of squares
 random_basis   a random orthogonal basis of 64 in place of the DCT: is it frequency that counts?
 row_groups     FAM's memories belong to groups of rows, such as attention heads, not to bands
+cautious       only entries move whose momentum and gradient have the same sign
+calm_decay     weights decay only where the step goes to zero, too
+unwhitened     the orthogonal direction of the momentum itself
+half_whitened  of the momentum divided by the fourth root of V
+exact_polar    with Newton-Schulz coefficients that make singular values nearly 1, in float32
+even_rows      the rows of the orthogonal direction get the same size, as in NorMuon
 
 Each replaces a part of the foreach backend for as long as its context lasts.
 """
@@ -18,9 +24,11 @@ import torch
 from torch import Tensor
 
 from maxfactor import fam
-from maxfactor.backends import filtered
+from maxfactor.backends import filtered, tasks
+from maxfactor.backends.stack import Stack
 from maxfactor.fam import CORRECTION, band_betas, next_sums
 from maxfactor.momentum import Memory
+from maxfactor.orthogonal import unit_norm
 
 BASIS_SEED = 0
 
@@ -31,7 +39,16 @@ def variant(name: str | None) -> AbstractContextManager[Any]:
         return nullcontext()
     if name == "random_basis":
         return mock.patch.object(fam, "dct_basis", random_basis)
-    stacks = {"exact_clip": ExactClip, "row_groups": RowGroups}
+    stacks = {
+        "exact_clip": ExactClip,
+        "row_groups": RowGroups,
+        "cautious": Cautious,
+        "calm_decay": CalmDecay,
+        "unwhitened": Unwhitened,
+        "half_whitened": HalfWhitened,
+        "exact_polar": ExactPolar,
+        "even_rows": EvenRows,
+    }
     if name not in stacks:
         raise ValueError(f"variant must be random_basis, {', '.join(stacks)} or None, got {name!r}")
     return mock.patch.object(filtered, "FilteredStack", stacks[name])
@@ -85,3 +102,102 @@ def row_members(m: int, groups: int, device: torch.device) -> Tensor:
     """1 where a row (m) belongs to a group (groups)."""
     group = torch.arange(m, device=device) * groups // m
     return (group.unsqueeze(1) == torch.arange(groups, device=device)).to(torch.float32)
+
+
+class Cautious(filtered.FilteredStack):
+    """Entries whose gradient disagrees with the momentum stay; the others take their share."""
+
+    def _filtered(self, x: Tensor) -> Tensor:
+        sign = x.sign()
+        y = super()._filtered(x)
+        agrees = (y * sign > 0).to(torch.float32)
+        return y.mul_(agrees / agrees.mean(dim=(-2, -1), keepdim=True).clamp(min=0.1))
+
+
+class CalmDecay(filtered.FilteredStack):
+    """Weight decay where the step takes a weight towards zero, and nowhere else."""
+
+    def finish(self) -> list[Any]:
+        """As in Stack, but for the decay."""
+        Stack._first_stage(self)
+        hyper, k = self.hyper, len(self.works)
+        torch._foreach_add_([work.state["step"] for work in self.works], 1.0)
+        weight = self._stacked([work.param for work in self.works], self.m, self.n)
+        size = tasks.weight_sizes(self.works, self.t, lambda: self._rms(weight).flatten())
+        alpha, keep = tasks.rates(size.view(-1, 1, 1), self.t, hyper)
+        move = self._move().mul_(tasks.downhill(alpha, hyper))
+        decay = (weight * move < 0) * (keep - 1) * weight
+        self._write(weight.add_(decay).add_(move))
+        del self.grad
+        return list(alpha.expand(k, 1, 1).unbind()) if isinstance(alpha, Tensor) else [alpha] * k
+
+
+class Unwhitened(filtered.FilteredStack):
+    """y is orthogonalised as it is."""
+
+    power = 0.0  # of 1 / sqrt(V)
+
+    def _variance_of(self, moments: Any) -> Any:
+        variance = super()._variance_of(moments)
+        if self._is_orthogonal:
+            variance.row = variance.row**self.power
+            variance.col = variance.col**self.power
+            variance.floor = 1e-30
+        return variance
+
+
+class HalfWhitened(Unwhitened):
+    """y is divided by the fourth root of V."""
+
+    power = 0.5
+
+
+class ExactPolar(filtered.FilteredStack):
+    """Singular values near 1, not between .7 and 1.2."""
+
+    def _move(self) -> Tensor:
+        with mock.patch.object(filtered, "orthogonal", exact_polar):
+            return super()._move()
+
+
+class EvenRows(filtered.FilteredStack):
+    """The rows of O get the same size over time."""
+
+    def _move(self) -> Tensor:
+        move = super()._move()
+        if not self._is_orthogonal:
+            return move
+        mean = move.square().mean(dim=-1, keepdim=True)
+        kept = []
+        for work, own in zip(self.works, mean, strict=True):
+            param: Any = work.param  # the state has no place for it
+            if not hasattr(param, "even_rows"):
+                param.even_rows = torch.ones_like(own)
+            kept.append(param.even_rows)
+        new = torch.stack(kept).lerp_(mean, 0.05)
+        torch._foreach_copy_(kept, list(new.unbind()))
+        move = move * new.clamp(min=1e-12).rsqrt()
+        return move / move.square().mean(dim=(-2, -1), keepdim=True).sqrt().clamp(min=1e-12)
+
+
+EXACT = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.875, -1.25, 0.375),
+    (1.875, -1.25, 0.375),
+)
+
+
+def exact_polar(y: Tensor) -> Tensor:
+    """O with singular values of 1, in float32, and RMS 1."""
+    x = unit_norm(y) / 1.01
+    if is_tall := x.shape[-2] > x.shape[-1]:
+        x = x.mT
+    for a, b, c in EXACT:
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    o = x.mT if is_tall else x
+    return o / o.square().mean(dim=(-2, -1), keepdim=True).sqrt().clamp(min=1e-30)

@@ -203,7 +203,7 @@ class Run:
         optimizer: A recipe of ours, or "adamw", "adafactor", "lion", "muon".
         lr: The highest rate.
         seed: Of the weights and of the order of utterances.
-        settings: Of ours: arguments of `for_model`.
+        settings: Of ours: arguments of `for_model`; of Muon: of its group.
         by_kind: Of ours: settings for groups of one kind, or for all but the hidden ones under
             "others"; `lr_share` is a share of the learning rate.
         clip: The norm that gradients are clipped to.
@@ -559,7 +559,9 @@ def make_optimizers(
     if run.optimizer in ("adafactor", "muon"):  # both read numbers on the host
         from maxfactor.speech.optimizers import make_optimizer
 
-        return make_optimizer(model, run.optimizer, run.lr), False
+        optimizers = make_optimizer(model, run.optimizer, run.lr)
+        optimizers[0].param_groups[0].update(run.settings)
+        return optimizers, False
     return [ours(run, model, cuda)], remembers(run)
 
 
@@ -568,6 +570,8 @@ def ours(run: Run, model: nn.Module, cuda: bool) -> Optimizer:
     settings = {**run.settings, "nonfinite": "ignore"}  # a check would wait for the device
     if cuda:
         settings["capturable"] = remembers(run)
+    if run.variant is not None:  # which is a change of that backend
+        settings["foreach"] = True
     optimizer = maxfactor.for_model(model, run.optimizer, run.lr, **settings)
     for group in optimizer.param_groups:
         for kind, changes in run.by_kind.items():

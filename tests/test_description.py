@@ -76,7 +76,7 @@ def test_rows() -> None:
     assert rows[0].examples == ("1.weight (8, 8)",)
     assert rows[3].examples == ("1.bias (8,)", "2.bias (50,)")
     assert rows[0].direction == "orthogonal"
-    assert rows[0].momentum == "0.95 nesterov int8"
+    assert rows[0].momentum == "0.9 nesterov int8"
     assert rows[1].momentum == "FAM int8"
     assert rows[3].momentum == "0.9 fp32"
     assert rows[3].weight_decay == 0.0

@@ -286,7 +286,7 @@ def test_speech() -> None:
     adaptive = asdict(FAM(beta_max=0.92))
     others = ["factored", adaptive, False, 0.1, 0.02]
     assert found == {
-        "hidden": ["orthogonal", 0.95, True, 0.1, 0.02],
+        "hidden": ["orthogonal", 0.9, True, 0.1, 0.02],
         "embedding": others,
         "head": others,
         "vector": ["factored", adaptive, False, 0.0, 0.02],

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b, c
 AT_A_TIME, AT_A_TIME_IF_WIDE = (1, 1, 1, 1, 1), (3, 2)  # steps
 WIDE = 2  # times as long as short: from 1.5 on fewer products
 
@@ -26,9 +26,19 @@ WIDE = 2  # times as long as short: from 1.5 on fewer products
 def orthogonal(y: Tensor) -> Tensor:
     """O of equation (9): y (..., m, n) with like singular values, and RMS 1; zeros stay zeros."""
     o = newton_schulz(y).to(torch.float32)
-    norm: Tensor = vector_norm(o, dim=(-2, -1), keepdim=True)
-    rms = norm / math.sqrt(o.shape[-2] * o.shape[-1])
-    return o / rms.clamp(min=FLOAT32_TINY)
+    return o / rms_of(o)
+
+
+def orthogonalize_(y: Tensor) -> None:
+    """Put O in the place of y, in y's precision, without a float32 copy of it."""
+    o = newton_schulz(y)
+    torch.div(o, rms_of(o), out=y)
+
+
+def rms_of(o: Tensor) -> Tensor:
+    """RMS of each matrix, in float32, to divide by."""
+    norm: Tensor = vector_norm(o, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    return (norm / math.sqrt(o.shape[-2] * o.shape[-1])).clamp(min=FLOAT32_TINY)
 
 
 def newton_schulz(y: Tensor) -> Tensor:
@@ -39,13 +49,18 @@ def newton_schulz(y: Tensor) -> Tensor:
         tensor([[0.7530, 0.0000],
                 [0.0000, 1.1337]])
     """
+    a, b, c = COEFFICIENTS
     x = unit_norm(y)
     if x.is_cuda:
         x = x.to(torch.bfloat16)
     if is_tall := x.shape[-2] > x.shape[-1]:  # the products are of the smaller side
         x = x.mT
     for steps in steps_at_a_time(*x.shape[-2:]):
-        x = product_of_steps(x @ x.mT, steps) @ x
+        square = x @ x.mT  # A = X Xᵀ
+        if steps == 1:
+            x = plus(x, plus(square, square, square, b, c), x, a, 1.0)
+        else:
+            x = product_of_steps(square, steps) @ x
     return x.mT if is_tall else x
 
 
@@ -67,15 +82,24 @@ def product_of_steps(square: Tensor, steps: int) -> Tensor:
 def polynomial(square: Tensor) -> Tensor:
     """P = aI + bA + cA²."""
     a, b, c = COEFFICIENTS
-    add_product = torch.addmm if square.dim() == 2 else torch.baddbmm
-    p = add_product(square, square, square, beta=b, alpha=c)
+    p = plus(square, square, square, b, c)
     p.diagonal(dim1=-2, dim2=-1).add_(a)
     return p
 
 
+def plus(x: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
+    """Return beta * x + alpha * left @ right in one call."""
+    add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
+    return add_product(x, left, right, beta=beta, alpha=alpha)
+
+
 def unit_norm(y: Tensor) -> Tensor:
     """Divide by the Frobenius norm, by way of the largest entry: its square must not underflow."""
-    largest = y.abs().amax(dim=(-2, -1), keepdim=True)  # vector_norm is slow for it on a CPU
+    matrix = (-2, -1)
+    if y.is_cuda:
+        largest: Tensor = vector_norm(y, math.inf, matrix, keepdim=True)
+    else:  # where that is slow
+        largest = y.abs().amax(matrix, keepdim=True)
     x = y / largest.clamp(min=FLOAT32_TINY)
-    norm: Tensor = vector_norm(x, dim=(-2, -1), keepdim=True)
-    return x / norm.clamp(min=1.0)
+    norm: Tensor = vector_norm(x, dim=matrix, keepdim=True)
+    return x.div_(norm.clamp(min=1.0))

@@ -97,7 +97,7 @@ BY_KIND: dict[str, Recipe] = {
             "scale": "initial",
         },
         {
-            "hidden": {"direction": "orthogonal", "momentum": 0.95, "nesterov": True},
+            "hidden": {"direction": "orthogonal", "momentum": 0.9, "nesterov": True},
             # Biases begin at zero: by their first size they would hardly ever move.
             "vector": {"scale": "current"},
         },

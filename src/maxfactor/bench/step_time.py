@@ -113,7 +113,7 @@ BACKENDS = ("plain", "foreach", "fused")
 FAM = {"momentum": maxfactor.FAM()}
 FACTORED = {**FAM, "direction": "factored"}
 UNCLIPPED = {**FACTORED, "d": math.inf}
-ORTHOGONAL = {"momentum": 0.95, "nesterov": True, "direction": "orthogonal", "scale": "initial"}
+ORTHOGONAL = {"momentum": 0.9, "nesterov": True, "direction": "orthogonal", "scale": "initial"}
 
 
 def named(label: str, module: str, name: str, **settings: Any) -> Contender:
