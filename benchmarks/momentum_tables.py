@@ -63,10 +63,10 @@ def main_table() -> list[Entry]:
         entry("muon + adamw", "muon", (0.005, 0.01, 0.02, 0.04), search=3, seeds=6),
         entry("speech", "speech", (0.01, 0.02, 0.04, 0.08), search=3, seeds=6),
         entry("adamw, clip 1", "adamw", ADAMW, clip=1.0),
-        entry("adafactor (torch)", "adafactor", (0.01, 0.02, 0.04, 0.08)),
+        entry("adafactor (torch)", "adafactor", (0.01, 0.014, 0.02, 0.028, 0.04, 0.08)),
         entry("fam", "fam", (0.01, 0.02, 0.04, 0.08)),
         entry("adamw", "adamw", ADAMW),
-        entry("lean", "lean", (0.02, 0.04, 0.08, 0.16)),
+        entry("lean", "lean", (0.01, 0.014, 0.02, 0.028, 0.04, 0.08)),
         entry("lion", "lion", (5e-5, 1e-4, 2e-4, 4e-4)),
     ]
 
@@ -482,7 +482,7 @@ def finetune_table() -> list[Entry]:
     """
     rates: dict[str, tuple[float, ...]] = {
         "adamw": (1e-4, 3e-4, 1e-3, 2e-3, 4e-3),
-        "speech": (0.002, 0.005, 0.01, 0.02, 0.04),
+        "speech": (0.005, 0.01, 0.02, 0.04, 0.08),
         "fam": (0.01, 0.02, 0.04, 0.08, 0.16, 0.32),
         "muon": (0.002, 0.005, 0.01, 0.02, 0.04),
         "lean": (0.005, 0.01, 0.02, 0.04, 0.08),
