@@ -220,7 +220,7 @@ def range_table() -> list[Entry]:
         ("fam, initial scale", "fam", {"scale": "initial"}),
     ]
     found = [
-        entry(name, recipe, ours, search=3 if name == "speech" else 1, **settings)
+        entry(name, recipe, ours, search=6 if name == "speech" else 1, **settings)
         for name, recipe, settings in rows
     ]
     adamw = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 2e-2)
@@ -378,6 +378,18 @@ def fam_table() -> list[Entry]:
             "by_kind": {"others": {"lr_share": 0.5}, "vector": {"scale": "current"}},
         },
         **{f"FAM up to {b:g}": {"momentum": fam(beta_max=b)} for b in (0.88, 0.84, 0.8, 0.95)},
+        **{
+            f"FAM up to {b:g}, embeddings at half, vectors at a quarter of the rate": {
+                "momentum": fam(beta_max=b),
+                "by_kind": {"embedding": {"lr_share": 0.5}, **QUARTER},
+            }
+            for b in (0.88, 0.84)
+        },
+        "FAM up to 0.88, embeddings at half, vectors at a quarter of the rate, no weight decay": {
+            "momentum": fam(beta_max=0.88),
+            "by_kind": {"embedding": {"lr_share": 0.5}, **QUARTER},
+            "weight_decay": 0.0,
+        },
         "FAM up to 0.95, all but hidden at half the rate": {
             "momentum": fam(beta_max=0.95),
             "by_kind": {"others": {"lr_share": 0.5}},
@@ -476,9 +488,10 @@ def bands_table() -> list[Entry]:
 
 
 def finetune_table() -> list[Entry]:
-    """A model that learnt English with AdamW learns another language in 500 steps.
+    """A model that learnt English with AdamW learns another language.
 
-    With few utterances the best rates lie close together, so all of them have all seeds.
+    In 500 steps from few utterances, where all rates have all seeds, since the best lie close
+    together; in few steps; and from many utterances.
     """
     rates: dict[str, tuple[float, ...]] = {
         "adamw": (1e-4, 3e-4, 1e-3, 2e-3, 4e-3),
@@ -489,20 +502,30 @@ def finetune_table() -> list[Entry]:
         "adafactor": (0.005, 0.01, 0.02, 0.04, 0.08),
         "lion": (2e-5, 5e-5, 1e-4, 2e-4, 4e-4),
     }
-    names = {"de": "German", "es": "Spanish"}
-    return [
-        entry(
-            f"{names[language]}, {train} utterances: {name}",
-            name,
-            own,
-            search=3 if train == 600 and name in ("adamw", "speech", "fam") else 1,
-            seeds=6 if train == 600 and name in ("adamw", "speech", "fam") else 3,
-            clip=1.0 if name == "adamw" else None,
-            **{**GERMAN, "language": language, "train": train},
-        )
-        for language, train in (("de", 600), ("es", 600), ("de", 12_000))
-        for name, own in rates.items()
-    ]
+    tasks: dict[str, dict[str, Any]] = {
+        "German, 600 utterances": GERMAN,
+        "Spanish, 600 utterances": {**GERMAN, "language": "es"},
+        "German, 150 steps": {**GERMAN, "train": 4_000, "steps": 150},
+        "Spanish, 150 steps": {**GERMAN, "language": "es", "train": 4_000, "steps": 150},
+        "German, 12000 utterances": {**GERMAN, "train": 12_000},
+    }
+    found = []
+    for task, settings in tasks.items():
+        for name, own in rates.items():
+            is_judged = name in ("adamw", "speech", "fam", "muon") and settings["train"] < 12_000
+            is_close = is_judged and settings["train"] == 600 and name != "muon"
+            found.append(
+                entry(
+                    f"{task}: {name}",
+                    name,
+                    own,
+                    search=3 if is_judged else 1,
+                    seeds=6 if is_close else 3,
+                    clip=1.0 if name == "adamw" else None,
+                    **settings,
+                )
+            )
+    return found
 
 
 def large_table() -> list[Entry]:

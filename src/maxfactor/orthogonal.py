@@ -4,9 +4,9 @@ Five steps of a quintic Newton-Schulz iteration, X <- P X with P = aI + bA + cAÂ
 the singular values of a matrix of norm 1 into about [0.7, 1.2]. The coefficients give up exactness
 for slope at 0, so five steps are enough.
 
-A wide matrix takes three steps and two at a time: the A after a step is P A P, so X is multiplied
-only once for them. More at a time would save more, but in bfloat16 what rounding adds to the small
-eigenvalues of A grows from step to step, and X, which would put it right, is not looked at.
+A wide matrix takes the last three steps at a time: the A after a step is P A P, so X is multiplied
+only once for them. The first two lift the small singular values. In A those are squared, and
+bfloat16 would lose them there; so these steps look at X.
 """
 
 from __future__ import annotations
@@ -19,26 +19,16 @@ from torch.linalg import vector_norm
 
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b, c
-AT_A_TIME, AT_A_TIME_IF_WIDE = (1, 1, 1, 1, 1), (3, 2)  # steps
+AT_A_TIME, AT_A_TIME_IF_WIDE = (1, 1, 1, 1, 1), (1, 1, 3)  # steps
 WIDE = 2  # times as long as short: from 1.5 on fewer products
 
 
 def orthogonal(y: Tensor) -> Tensor:
     """O of equation (9): y (..., m, n) with like singular values, and RMS 1; zeros stay zeros."""
     o = newton_schulz(y).to(torch.float32)
-    return o / rms_of(o)
-
-
-def orthogonalize_(y: Tensor) -> None:
-    """Put O in the place of y, in y's precision, without a float32 copy of it."""
-    o = newton_schulz(y)
-    torch.div(o, rms_of(o), out=y)
-
-
-def rms_of(o: Tensor) -> Tensor:
-    """RMS of each matrix, in float32, to divide by."""
-    norm: Tensor = vector_norm(o, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    return (norm / math.sqrt(o.shape[-2] * o.shape[-1])).clamp(min=FLOAT32_TINY)
+    norm: Tensor = vector_norm(o, dim=(-2, -1), keepdim=True)
+    rms = norm / math.sqrt(o.shape[-2] * o.shape[-1])
+    return o / rms.clamp(min=FLOAT32_TINY)
 
 
 def newton_schulz(y: Tensor) -> Tensor:
@@ -95,11 +85,7 @@ def plus(x: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> T
 
 def unit_norm(y: Tensor) -> Tensor:
     """Divide by the Frobenius norm, by way of the largest entry: its square must not underflow."""
-    matrix = (-2, -1)
-    if y.is_cuda:
-        largest: Tensor = vector_norm(y, math.inf, matrix, keepdim=True)
-    else:  # where that is slow
-        largest = y.abs().amax(matrix, keepdim=True)
+    largest = y.abs().amax(dim=(-2, -1), keepdim=True)  # vector_norm is slow for it on a CPU
     x = y / largest.clamp(min=FLOAT32_TINY)
-    norm: Tensor = vector_norm(x, dim=matrix, keepdim=True)
-    return x.div_(norm.clamp(min=1.0))
+    norm: Tensor = vector_norm(x, dim=(-2, -1), keepdim=True)
+    return x / norm.clamp(min=1.0)
