@@ -78,6 +78,12 @@ TRIED: dict[str, dict[str, Changes]] = {
             ("embedding.lr_share", 0.5),
             *QUARTER,
         ),
+        f"memory of 0.9, convolutions at twice, embeddings at half, {QUARTER_SAID}": (
+            *remembering(0.9),
+            ("conv.lr_share", 2.0),
+            ("embedding.lr_share", 0.5),
+            *QUARTER,
+        ),
     },
     "fam": {
         **{f"memory up to {beta:g}": up_to(beta) for beta in (0.92, 0.88, 0.84, 0.8)},
@@ -90,6 +96,12 @@ TRIED: dict[str, dict[str, Changes]] = {
             *QUARTER,
         ),
         f"memory up to 0.88, {QUARTER_SAID}": up_to(0.88) + QUARTER,
+        f"memory up to 0.88, convolutions at twice, embeddings at half, {QUARTER_SAID}": (
+            *up_to(0.88),
+            ("conv.lr_share", 2.0),
+            ("embedding.lr_share", 0.5),
+            *QUARTER,
+        ),
         **{
             f"memory up to {beta:g}, {kind}s{said}, {QUARTER_SAID}": (
                 *up_to(beta),

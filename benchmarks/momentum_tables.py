@@ -284,6 +284,13 @@ def speech_table() -> list[Entry]:
             "by_kind": {"hidden": {"momentum": 0.9}},
             "weight_decay": 0.05,
         },
+        "hidden EMA 0.9, embeddings at half, vectors at a quarter of the rate": {
+            "by_kind": {
+                "hidden": {"momentum": 0.9},
+                "embedding": {"lr_share": 0.5},
+                **QUARTER,
+            }
+        },
     }
     return [
         entry(
@@ -385,6 +392,10 @@ def fam_table() -> list[Entry]:
             }
             for b in (0.88, 0.84)
         },
+        "FAM up to 0.88, convolutions at twice, embeddings at half, vectors at a quarter": {
+            "momentum": fam(beta_max=0.88),
+            "by_kind": {"conv": {"lr_share": 2.0}, "embedding": {"lr_share": 0.5}, **QUARTER},
+        },
         "FAM up to 0.88, embeddings at half, vectors at a quarter of the rate, no weight decay": {
             "momentum": fam(beta_max=0.88),
             "by_kind": {"embedding": {"lr_share": 0.5}, **QUARTER},
@@ -409,13 +420,17 @@ def fam_table() -> list[Entry]:
             "by_kind": current,
         },
     }
-    rates = (0.04, 0.08, 0.16)
-    signs = (0.0025, 0.005, 0.01, 0.02)
+
+    def rates_of(name: str) -> tuple[float, ...]:
+        if "sign_max" in name:
+            return 0.0025, 0.005, 0.01, 0.02
+        return (0.02, 0.04, 0.08) if "up to 0.8" in name and "half" in name else (0.04, 0.08, 0.16)
+
     return [
         entry(
             f"{said}: {name}",
             "fam",
-            signs if "sign_max" in name else rates,
+            rates_of(name),
             search=3,
             **{**GERMAN, "language": language},
             **change,

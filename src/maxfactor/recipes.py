@@ -72,7 +72,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 # Recipes of our own: version 1.0 but for what is said here.
 BY_KIND: dict[str, Recipe] = {
-    "lean": Recipe({**COMMON, "lr": 0.02, "weight_decay": 0.0, "direction": "factored"}),
+    "lean": Recipe({**COMMON, "lr": 0.028, "weight_decay": 0.0, "direction": "factored"}),
     # Longest memory, direction and rate by benchmarks/momentum_study.py, `main`, `batch`, `large`.
     "fam": Recipe(
         {
