@@ -263,7 +263,7 @@ def settings_by_kind(name: str, *settings: str, **overrides: Any) -> dict[str, l
 
 def test_lean() -> None:
     found = settings_by_kind("lean", "direction", "momentum", "weight_decay", "lr")
-    assert found == {kind: ["factored", None, 0.0, 0.02] for kind in found}
+    assert found == {kind: ["factored", None, 0.0, 0.028] for kind in found}
     assert recipe("lean")["lr"] == 0.028
 
 
