@@ -123,7 +123,7 @@ TRIED: dict[str, dict[str, Changes]] = {
     },
 }
 RATES: dict[str, tuple[float, ...]] = {
-    "speech": (0.01, 0.02, 0.04),
+    "speech": (0.01, 0.02, 0.04, 0.08),
     "fam": (0.02, 0.04, 0.08),
     "lean": (0.01, 0.02, 0.028, 0.04),
     "adafactor": (0.01, 0.02, 0.028, 0.04),
