@@ -321,6 +321,34 @@ def test_tables(table: str) -> None:
             assert param.isfinite().all()
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("exact_clip", "random_basis", "row_groups", "cautious", "calm_decay"),
+        *("unwhitened", "half_whitened", "exact_polar", "even_rows"),
+    ],
+)
+def test_a_variant_makes_a_difference(name: str) -> None:
+    recipe = "fam" if name in ("random_basis", "row_groups") else "speech"
+    settings = {"momentum": asdict(maxfactor.FAM(bands=4, warmup=1))} if recipe == "fam" else {}
+    weights = []
+    for own in (None, name):
+        torch.manual_seed(0)
+        hidden = torch.nn.Linear(6, 7)
+        model = torch.nn.Sequential(torch.nn.Conv1d(2, 4, 3), hidden, torch.nn.Linear(7, 5))
+        run = speech_runs.Run(recipe, lr=0.02, variant=own, settings=settings)
+        with variant(own):
+            [optimizer], _ = speech_runs.make_optimizers(run, model, torch.device("cpu"))
+            for _ in range(5):
+                loss = model(torch.randn(3, 2, 8)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append(hidden.weight.detach())
+    assert weights[1].isfinite().all()
+    assert not torch.allclose(weights[0], weights[1], rtol=1e-4)
+
+
 def test_a_run_is_known_by_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by what they are called: two tables share it, and another recipe is another run."""
     run = speech_runs.Run("fam", lr=0.02)
