@@ -1,6 +1,6 @@
 """A second task beside momentum_study.py's: connected digits, on a CPU.
 
-    python benchmarks/digits_study.py                     # about half an hour on two cores
+    python benchmarks/digits_study.py                     # an hour and a half on two cores
     python benchmarks/digits_study.py --only lean         # the other rows stay as they are
     python benchmarks/digits_study.py --quick --out /tmp/digits.json
 
@@ -52,9 +52,6 @@ class Row:
     changes: Changes = ()
 
 
-OTHERS = ("conv", "embedding", "head", "vector")
-HALF: Changes = tuple((f"{kind}.lr_share", 0.5) for kind in OTHERS)
-QUARTER: Changes = (("vector.lr_share", 0.25),)
 QUARTER_SAID = "norms and biases at a quarter of the rate"
 
 
@@ -68,58 +65,54 @@ def up_to(beta: float) -> Changes:
     return (("momentum", FAM(beta_max=beta)),)
 
 
+def shares(**kinds: float) -> Changes:
+    """Shares of the learning rate by kind of layer."""
+    return tuple((f"{kind}.lr_share", share) for kind, share in kinds.items())
+
+
 # All that a row is about is said here, so that a change of a recipe is no change of a row.
 TRIED: dict[str, dict[str, Changes]] = {
     "speech": {
         **{f"memory of {beta:g}": remembering(beta) for beta in (0.95, 0.9, 0.85, 0.8)},
-        f"memory of 0.95, {QUARTER_SAID}": remembering(0.95) + QUARTER,
+        f"memory of 0.95, {QUARTER_SAID}": remembering(0.95) + shares(vector=0.25),
         f"memory of 0.9, embeddings at half, {QUARTER_SAID}": (
-            *remembering(0.9),
-            ("embedding.lr_share", 0.5),
-            *QUARTER,
+            remembering(0.9) + shares(embedding=0.5, vector=0.25)
         ),
         f"memory of 0.9, convolutions at twice, embeddings at half, {QUARTER_SAID}": (
-            *remembering(0.9),
-            ("conv.lr_share", 2.0),
-            ("embedding.lr_share", 0.5),
-            *QUARTER,
+            remembering(0.9) + shares(conv=2.0, embedding=0.5, vector=0.25)
         ),
     },
     "fam": {
         **{f"memory up to {beta:g}": up_to(beta) for beta in (0.92, 0.88, 0.84, 0.8)},
         "memory up to 0.92, no weight decay": (*up_to(0.92), ("weight_decay", 0.0)),
-        f"memory up to 0.92, {QUARTER_SAID}": up_to(0.92) + QUARTER,
-        "memory up to 0.92, all but hidden at half the rate": up_to(0.92) + HALF,
+        f"memory up to 0.92, {QUARTER_SAID}": up_to(0.92) + shares(vector=0.25),
+        "memory up to 0.92, all but hidden at half the rate": (
+            up_to(0.92) + shares(conv=0.5, embedding=0.5, head=0.5, vector=0.5)
+        ),
         f"memory up to 0.92, convolutions and embeddings at half, {QUARTER_SAID}": (
-            *up_to(0.92),
-            *HALF,
-            *QUARTER,
+            up_to(0.92) + shares(conv=0.5, embedding=0.5, head=0.5, vector=0.25)
         ),
-        f"memory up to 0.88, {QUARTER_SAID}": up_to(0.88) + QUARTER,
+        f"memory up to 0.88, {QUARTER_SAID}": up_to(0.88) + shares(vector=0.25),
         f"memory up to 0.88, convolutions at twice, embeddings at half, {QUARTER_SAID}": (
-            *up_to(0.88),
-            ("conv.lr_share", 2.0),
-            ("embedding.lr_share", 0.5),
-            *QUARTER,
+            up_to(0.88) + shares(conv=2.0, embedding=0.5, vector=0.25)
         ),
-        **{
-            f"memory up to {beta:g}, {kind}s{said}, {QUARTER_SAID}": (
-                *up_to(beta),
-                (f"{key}.lr_share", share),
-                *QUARTER,
-            )
-            for beta, kind, key, said, share in (
-                (0.88, "embedding", "embedding", " at half", 0.5),
-                (0.84, "embedding", "embedding", " at half", 0.5),
-                (0.88, "embedding", "embedding", "", 0.25),
-                (0.88, "convolution", "conv", " at half", 0.5),
-            )
-        },
+        f"memory up to 0.88, embeddings at half, {QUARTER_SAID}": (
+            up_to(0.88) + shares(embedding=0.5, vector=0.25)
+        ),
+        f"memory up to 0.84, embeddings at half, {QUARTER_SAID}": (
+            up_to(0.84) + shares(embedding=0.5, vector=0.25)
+        ),
+        f"memory up to 0.88, embeddings, {QUARTER_SAID}": (
+            up_to(0.88) + shares(embedding=0.25, vector=0.25)
+        ),
+        f"memory up to 0.88, convolutions at half, {QUARTER_SAID}": (
+            up_to(0.88) + shares(conv=0.5, vector=0.25)
+        ),
     },
     "lean": {
         "clip of the update at 1": (("d", 1.0),),
         "clip of the update at 1.5": (("d", 1.5),),
-        f"clip of the update at 1, {QUARTER_SAID}": (("d", 1.0), *QUARTER),
+        f"clip of the update at 1, {QUARTER_SAID}": (("d", 1.0), *shares(vector=0.25)),
     },
 }
 RATES: dict[str, tuple[float, ...]] = {

@@ -279,7 +279,7 @@ def speech_table() -> list[Entry]:
         "even rows": {"variant": "even_rows"},
         "momentum not whitened": {"variant": "unwhitened"},
         "momentum half whitened": {"variant": "half_whitened"},
-        "exact polar factor": {"variant": "exact_polar"},
+        "equal singular values": {"variant": "equal_values"},
         "hidden EMA 0.9, weight decay 0.05": {
             "by_kind": {"hidden": {"momentum": 0.9}},
             "weight_decay": 0.05,
@@ -325,11 +325,8 @@ def memory_table() -> list[Entry]:
         for span, (rates, settings) in spans.items()
         for beta in (0.9, 0.85, 0.8, 0.95)
     ]
-    muon = [
-        entry(f"half the steps: muon, {beta:g}", "muon", OURS[1:], 3, steps=750, momentum=beta)
-        for beta in (0.9,)
-    ]
-    return [*ours, *muon]
+    muon = entry("half the steps: muon, 0.9", "muon", OURS[1:], 3, steps=750, momentum=0.9)
+    return [*ours, muon]
 
 
 def fam_table() -> list[Entry]:
@@ -377,7 +374,7 @@ def fam_table() -> list[Entry]:
             "by_kind": {
                 "embedding": {"lr_share": 0.5},
                 "conv": {"lr_share": 0.5},
-                "vector": {"lr_share": 0.25},
+                **QUARTER,
             }
         },
         "initial scale, vectors current, all but hidden at half the rate": {

@@ -7,7 +7,7 @@ cautious       only entries move whose momentum and gradient have the same sign
 calm_decay     weights decay only where the step goes to zero, too
 unwhitened     the orthogonal direction of the momentum itself
 half_whitened  of the momentum divided by the fourth root of V
-exact_polar    with Newton-Schulz coefficients that make singular values nearly 1, in float32
+equal_values   with Newton-Schulz coefficients that make singular values nearly 1, in float32
 even_rows      the rows of the orthogonal direction get the same size, as in NorMuon
 
 Each replaces a part of the foreach backend for as long as its context lasts.
@@ -17,18 +17,20 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
 from maxfactor import fam
-from maxfactor.backends import filtered, tasks
-from maxfactor.backends.stack import Stack
+from maxfactor.backends import filtered
 from maxfactor.fam import CORRECTION, band_betas, next_sums
 from maxfactor.momentum import Memory
 from maxfactor.orthogonal import unit_norm
+
+if TYPE_CHECKING:
+    from maxfactor.rule import Scalar
 
 BASIS_SEED = 0
 
@@ -46,7 +48,7 @@ def variant(name: str | None) -> AbstractContextManager[Any]:
         "calm_decay": CalmDecay,
         "unwhitened": Unwhitened,
         "half_whitened": HalfWhitened,
-        "exact_polar": ExactPolar,
+        "equal_values": EqualValues,
         "even_rows": EvenRows,
     }
     if name not in stacks:
@@ -117,19 +119,9 @@ class Cautious(filtered.FilteredStack):
 class CalmDecay(filtered.FilteredStack):
     """Weight decay where the step takes a weight towards zero, and nowhere else."""
 
-    def finish(self) -> list[Any]:
-        """As in Stack, but for the decay."""
-        Stack._first_stage(self)
-        hyper, k = self.hyper, len(self.works)
-        torch._foreach_add_([work.state["step"] for work in self.works], 1.0)
-        weight = self._stacked([work.param for work in self.works], self.m, self.n)
-        size = tasks.weight_sizes(self.works, self.t, lambda: self._rms(weight).flatten())
-        alpha, keep = tasks.rates(size.view(-1, 1, 1), self.t, hyper)
-        move = self._move().mul_(tasks.downhill(alpha, hyper))
+    def _moved(self, weight: Tensor, keep: Scalar, move: Tensor) -> Tensor:
         decay = (weight * move < 0) * (keep - 1) * weight
-        self._write(weight.add_(decay).add_(move))
-        del self.grad
-        return list(alpha.expand(k, 1, 1).unbind()) if isinstance(alpha, Tensor) else [alpha] * k
+        return weight.add_(decay).add_(move)
 
 
 class Unwhitened(filtered.FilteredStack):
@@ -152,11 +144,11 @@ class HalfWhitened(Unwhitened):
     power = 0.5
 
 
-class ExactPolar(filtered.FilteredStack):
+class EqualValues(filtered.FilteredStack):
     """Singular values near 1, not between .7 and 1.2."""
 
     def _move(self) -> Tensor:
-        with mock.patch.object(filtered, "orthogonal", exact_polar):
+        with mock.patch.object(filtered, "orthogonal", equal_values):
             return super()._move()
 
 
@@ -192,7 +184,7 @@ EXACT = (
 )
 
 
-def exact_polar(y: Tensor) -> Tensor:
+def equal_values(y: Tensor) -> Tensor:
     """O with singular values of 1, in float32, and RMS 1."""
     x = unit_norm(y) / 1.01
     if is_tall := x.shape[-2] > x.shape[-1]:

@@ -296,7 +296,7 @@ def test_orthogonal_matrices_of_odd_sizes_side_by_side(backend: dict[str, Any]) 
 
     shapes = [(7, 5), (16, 64), (3, 3), (8, 16)]
     wanted = moved(make(BACKENDS["plain"]), shapes, 2)
-    tolerance = 5e-3 if DEVICE == "cuda" else 1e-5  # bfloat16 there, and the step is 0.02
+    tolerance = 2e-3 if DEVICE == "cuda" else 1e-5  # bfloat16 there
     for one, other in zip(moved(make(backend), shapes, 2), wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 

@@ -46,8 +46,12 @@ class Stack:
         size = tasks.weight_sizes(self.works, self.t, lambda: self._rms(weight).flatten())
         alpha, keep = tasks.rates(size.view(-1, 1, 1), self.t, hyper)  # (2) (3) (4)
         move = self._move().mul_(tasks.downhill(alpha, hyper))
-        self._write(weight.mul_(keep).add_(move))  # (4) (9)
+        self._write(self._moved(weight, keep, move))  # (4) (9)
         return list(alpha.expand(k, 1, 1).unbind()) if isinstance(alpha, Tensor) else [alpha] * k
+
+    def _moved(self, weight: Tensor, keep: Scalar, move: Tensor) -> Tensor:
+        """W after decay and move, in its own place."""
+        return weight.mul_(keep).add_(move)
 
     def _move(self) -> Tensor:
         """What W moves against, but for the step size; a new tensor (k, m, n)."""
