@@ -60,14 +60,14 @@ def remembering(beta: float) -> Changes:
     return (("hidden.momentum", beta),)
 
 
-def up_to(beta: float) -> Changes:
-    """FAM's longest memory."""
-    return (("momentum", FAM(beta_max=beta)),)
-
-
 def shares(**kinds: float) -> Changes:
     """Shares of the learning rate by kind of layer."""
     return tuple((f"{kind}.lr_share", share) for kind, share in kinds.items())
+
+
+def up_to(beta: float) -> Changes:
+    """FAM's longest memory; the whole rate for every layer where nothing else is said."""
+    return (("momentum", FAM(beta_max=beta)), *shares(embedding=1.0, head=1.0, vector=1.0))
 
 
 # All that a row is about is said here, so that a change of a recipe is no change of a row.
@@ -75,6 +75,7 @@ TRIED: dict[str, dict[str, Changes]] = {
     "speech": {
         **{f"memory of {beta:g}": remembering(beta) for beta in (0.95, 0.9, 0.85, 0.8)},
         f"memory of 0.95, {QUARTER_SAID}": remembering(0.95) + shares(vector=0.25),
+        f"memory of 0.9, {QUARTER_SAID}": remembering(0.9) + shares(vector=0.25),
         f"memory of 0.9, embeddings at half, {QUARTER_SAID}": (
             remembering(0.9) + shares(embedding=0.5, vector=0.25)
         ),
@@ -121,6 +122,7 @@ RATES: dict[str, tuple[float, ...]] = {
     "lean": (0.01, 0.02, 0.028, 0.04),
     "adafactor": (0.01, 0.02, 0.028, 0.04),
     "adamw": (0.0005, 0.001, 0.002, 0.004),
+    "muon": (0.005, 0.01, 0.02, 0.04),
 }
 ROWS = (
     *(
@@ -128,7 +130,7 @@ ROWS = (
         for recipe, tried in TRIED.items()
         for name, changes in tried.items()
     ),
-    *(Row(peer, peer, RATES[peer]) for peer in ("adafactor", "adamw")),
+    *(Row(peer, peer, RATES[peer]) for peer in ("adafactor", "adamw", "muon")),
 )
 
 

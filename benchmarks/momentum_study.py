@@ -357,9 +357,12 @@ def summary(row: Entry, results: Results) -> Record:
     if not tried:
         return found
     # Rates are judged by the same seeds, also while some are missing.
-    common = min(row.search, *(len(found) for found in tried.values()))
+    common = min(len(found) for found in tried.values())
     judged = {lr: tried[lr][:common] for lr in tried}
     best = min(judged, key=lambda lr: mean_cost(judged[lr]))
+    full = {lr: tried[lr] for lr in tried if len(tried[lr]) == row.seeds}
+    if best in full:  # and maybe others, and all seeds are a better guide than one
+        best = min(full, key=lambda lr: mean_cost(full[lr]))
     chosen = tried[best]
     found |= {
         "lr": best,

@@ -47,6 +47,13 @@ def fam(**settings: Any) -> dict[str, Any]:
     return asdict(maxfactor.FAM(**settings))
 
 
+def first_fam(name: str, rates: Sequence[float], search: int = 1, **settings: Any) -> Entry:
+    """A row of `fam` as it was at first: FAM up to 0.92, and the whole rate for every layer."""
+    changed = {"momentum": fam(beta_max=0.92), **settings}
+    changed["by_kind"] = {"others": {"lr_share": 1.0}, **settings.get("by_kind", {})}
+    return entry(name, "fam", rates, search, **changed)
+
+
 ADAMW = (5e-4, 1e-3, 2e-3, 4e-3)
 OURS = (0.005, 0.01, 0.02, 0.04)
 FIXED = (0.95, 0.9, 0.98, 0.8)
@@ -156,14 +163,14 @@ def momentum_table() -> list[Entry]:
         }
         clipped: dict[str, Any] = {"direction": direction, "d": 1.0}
         found += [
-            entry(f"{name}, {direction}", "fam", OURS, momentum=momentum, **clipped)
+            first_fam(f"{name}, {direction}", OURS, momentum=momentum, **clipped)
             for name, momentum in momentums.items()
         ]
         if direction == "factored":
             free: dict[str, Any] = {"momentum": fam(beta_max=0.95), "d": NO_CLIP}
-            found.append(entry("FAM up to 0.95, factored, no clip", "fam", OURS, **free))
+            found.append(first_fam("FAM up to 0.95, factored, no clip", OURS, **free))
         look_ahead: dict[str, Any] = {"momentum": 0.95, "nesterov": True, **clipped}
-        found.append(entry(f"EMA 0.95 with nesterov, {direction}", "fam", OURS, **look_ahead))
+        found.append(first_fam(f"EMA 0.95 with nesterov, {direction}", OURS, **look_ahead))
     return found
 
 
@@ -179,9 +186,8 @@ def signs_table() -> list[Entry]:
     momentums: dict[str, Any] = {f"FAM up to {b:g}": fam(beta_max=b) for b in (0.98, 0.95)}
     momentums |= {f"EMA {beta:g}": beta for beta in FIXED}
     return [
-        entry(
+        first_fam(
             f"batch {batch}: {name}",
-            "fam",
             tuple(rate / 2.0 for rate in rates),
             momentum=momentum,
             direction="sign_max",
@@ -195,16 +201,21 @@ def signs_table() -> list[Entry]:
 
 
 def batch_table() -> list[Entry]:
-    """The memory of `fam` and fixed ones at three batch sizes."""
+    """FAM and fixed memories at three batch sizes, in `fam`, and with it as at first."""
     found = []
     for batch, steps, rates in BATCHES:
         size: dict[str, Any] = {"batch": batch, "steps": steps}
         own = tuple(2.0 * rate for rate in rates)
         found.append(entry(f"batch {batch}: fam", "fam", own, **size))
+        found += [
+            entry(f"batch {batch}: EMA {beta:g}", "fam", own, momentum=beta, **size)
+            for beta in (0.8, 0.9)
+        ]
+        found.append(first_fam(f"batch {batch}, at first: FAM up to 0.92", own, **size))
         momentums: dict[str, Any] = {f"FAM up to {b:g}": fam(beta_max=b) for b in (0.9, 0.95)}
         momentums |= {f"EMA {beta:g}": beta for beta in FIXED}
         found += [
-            entry(f"batch {batch}: {name}", "fam", rates, momentum=momentum, d=1.0, **size)
+            first_fam(f"batch {batch}, at first: {name}", rates, momentum=momentum, d=1.0, **size)
             for name, momentum in momentums.items()
         ]
     return found
@@ -212,33 +223,30 @@ def batch_table() -> list[Entry]:
 
 def range_table() -> list[Entry]:
     """How far a learning rate may be off, up to ten times the usual one."""
-    ours = (0.005, 0.01, 0.02, 0.04, 0.08, 0.2)
-    rows: list[tuple[str, str, dict[str, Any]]] = [
-        ("speech", "speech", {}),
-        ("speech, current scale", "speech", {"scale": "current"}),
-        ("fam", "fam", {}),
-        ("fam, initial scale", "fam", {"scale": "initial"}),
-    ]
-    found = [
-        entry(name, recipe, ours, search=6 if name == "speech" else 1, **settings)
-        for name, recipe, settings in rows
-    ]
     adamw = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 2e-2)
-    return [entry("adamw, clip 1", "adamw", adamw, search=3, clip=1.0), *found]
+    ours = (0.005, 0.01, 0.02, 0.04, 0.08, 0.2)
+    quarter = "speech, vectors at a quarter of the rate"
+    return [
+        entry("adamw, clip 1", "adamw", adamw, search=3, clip=1.0),
+        entry("speech", "speech", ours, search=6, seeds=6),
+        entry(quarter, "speech", ours[2:5], search=3, by_kind=QUARTER),
+        entry("speech, current scale", "speech", ours, scale="current"),
+        entry("fam", "fam", ours),
+        entry("fam, initial scale", "fam", ours, scale="initial"),
+    ]
 
 
 def stores_table() -> list[Entry]:
     """How the momentum is kept, each recipe at its best rate of `main`."""
-    longer = {"momentum": fam(beta_max=0.95), "d": 1.0}
-    rows: tuple[tuple[str, str, float, dict[str, Any]], ...] = (
-        ("speech", "speech", 0.02, {}),
-        ("FAM up to 0.95, factored", "fam", 0.08, longer),
-    )
-    return [
-        entry(f"{name}, {store}", recipe, (rate,), momentum_dtype=store, **settings)
-        for store in ("fp32", "int8", "bf16")
-        for name, recipe, rate, settings in rows
-    ]
+    longer: dict[str, Any] = {"momentum": fam(beta_max=0.95), "d": 1.0}
+    found = []
+    for store in ("fp32", "int8", "bf16"):
+        name = f"FAM up to 0.95, factored, {store}"
+        found += [
+            entry(f"speech, {store}", "speech", (0.02,), momentum_dtype=store),
+            first_fam(name, (0.08,), momentum_dtype=store, **longer),
+        ]
+    return found
 
 
 def lean_table() -> list[Entry]:
@@ -330,11 +338,14 @@ def memory_table() -> list[Entry]:
 
 
 def fam_table() -> list[Entry]:
-    """What else `fam` could be: from scratch, and in fine-tuning on 600 utterances."""
+    """What else `fam` could be: from scratch, and in fine-tuning on 600 utterances.
+
+    All rows are changes of what it was at first.
+    """
     current = {"vector": {"scale": "current"}}
     longer = fam(beta_max=0.98)
     changes: dict[str, dict[str, Any]] = {
-        "as it is": {},
+        "as it was at first": {},
         "initial scale, vectors current": {"scale": "initial", "by_kind": current},
         "weight decay 0.1": {"weight_decay": 0.1},
         "no weight decay": {"weight_decay": 0.0},
@@ -393,8 +404,12 @@ def fam_table() -> list[Entry]:
             "momentum": fam(beta_max=0.88),
             "by_kind": {"conv": {"lr_share": 2.0}, "embedding": {"lr_share": 0.5}, **QUARTER},
         },
-        "FAM up to 0.88, embeddings at half, vectors at a quarter of the rate, no weight decay": {
-            "momentum": fam(beta_max=0.88),
+        "FAM up to 0.84, embeddings at half, vectors at an eighth of the rate": {
+            "momentum": fam(beta_max=0.84),
+            "by_kind": {"embedding": {"lr_share": 0.5}, "vector": {"lr_share": 0.125}},
+        },
+        "FAM up to 0.84, embeddings at half, vectors at a quarter of the rate, no weight decay": {
+            "momentum": fam(beta_max=0.84),
             "by_kind": {"embedding": {"lr_share": 0.5}, **QUARTER},
             "weight_decay": 0.0,
         },
@@ -421,12 +436,11 @@ def fam_table() -> list[Entry]:
     def rates_of(name: str) -> tuple[float, ...]:
         if "sign_max" in name:
             return 0.0025, 0.005, 0.01, 0.02
-        return (0.02, 0.04, 0.08) if "up to 0.8" in name and "half" in name else (0.04, 0.08, 0.16)
+        return (0.02, 0.04, 0.08) if "up to 0.84," in name else (0.04, 0.08, 0.16)
 
     return [
-        entry(
+        first_fam(
             f"{said}: {name}",
-            "fam",
             rates_of(name),
             search=3,
             **{**GERMAN, "language": language},
@@ -435,9 +449,8 @@ def fam_table() -> list[Entry]:
         for language, said in (("de", "German"), ("es", "Spanish"))
         for name, change in changes.items()
     ] + [
-        entry(
+        first_fam(
             f"English: {name}",
-            "fam",
             (0.01, 0.02) if "sign_max" in name else (0.04, 0.08),
             **change,
         )
@@ -465,9 +478,7 @@ def directions_table() -> list[Entry]:
                 entry(f"orthogonal, {label}", "speech", rates, by_kind=hidden, scale=scale)
             )
             found += [
-                entry(
-                    f"{kind}, {label}", "fam", rates, direction=kind, scale=scale, d=1.0, **momentum
-                )
+                first_fam(f"{kind}, {label}", rates, direction=kind, scale=scale, d=1.0, **momentum)
                 for kind in ("sign_max", "factored")
             ]
     return found
@@ -494,7 +505,7 @@ def bands_table() -> list[Entry]:
         ("48 groups of rows", 48, "row_groups"),
     )
     return [
-        entry(name, "fam", rates, momentum=fam(beta_max=0.92, bands=bands), variant=variant)
+        first_fam(name, rates, momentum=fam(beta_max=0.92, bands=bands), variant=variant)
         for name, bands, variant in rows
     ]
 
@@ -508,7 +519,7 @@ def finetune_table() -> list[Entry]:
     rates: dict[str, tuple[float, ...]] = {
         "adamw": (1e-4, 3e-4, 1e-3, 2e-3, 4e-3),
         "speech": (0.005, 0.01, 0.02, 0.04, 0.08),
-        "fam": (0.01, 0.02, 0.04, 0.08, 0.16, 0.32),
+        "fam": (0.01, 0.02, 0.04, 0.08, 0.16),
         "muon": (0.002, 0.005, 0.01, 0.02, 0.04),
         "lean": (0.005, 0.01, 0.02, 0.04, 0.08),
         "adafactor": (0.005, 0.01, 0.02, 0.04, 0.08),
@@ -547,7 +558,8 @@ def large_table() -> list[Entry]:
     return [
         entry("adamw, clip 1", "adamw", (2.5e-4, 5e-4, 1e-3, 2e-3), clip=1.0, **large),
         entry("fam", "fam", (0.04, 0.08, 0.16), **large),
-        entry("FAM up to 0.95", "fam", (0.02, 0.04, 0.08), momentum=longer, d=1.0, **large),
+        first_fam("fam at first", (0.04, 0.08, 0.16), **large),
+        first_fam("FAM up to 0.95", (0.02, 0.04, 0.08), momentum=longer, d=1.0, **large),
         entry("speech", "speech", (0.01, 0.02, 0.04), **large),
         entry("adamw", "adamw", (2.5e-4, 5e-4, 1e-3, 2e-3), **large),
         entry("muon + adamw", "muon", (0.0025, 0.005, 0.01, 0.02), **large),

@@ -276,7 +276,7 @@ def run_key(fields: str) -> str:
 
 def group_settings(run: Run) -> dict[str, dict[str, Any]]:
     """The settings of ours by kind of layer, where they are not the class's own defaults."""
-    layers = nn.Embedding(9, 4), nn.Conv1d(4, 4, 3), nn.Linear(4, 4), nn.Linear(4, 9)
+    layers = nn.Embedding(9, 4), nn.Conv1d(4, 4, 3), nn.Linear(4, 4)  # a head would be tied
     optimizer = ours(run, nn.Sequential(*layers).to("meta"), cuda=False)
     usual = maxfactor.MaxFactor([nn.Parameter(torch.empty(1))]).defaults
     how = {*Execution.names(), "seed", "rounding"}  # how it is computed, not what
@@ -574,12 +574,11 @@ def ours(run: Run, model: nn.Module, cuda: bool) -> Optimizer:
         settings["foreach"] = True
     optimizer = maxfactor.for_model(model, run.optimizer, run.lr, **settings)
     for group in optimizer.param_groups:
-        for kind, changes in run.by_kind.items():
-            if kind == group["kind"] or (kind == "others" and group["kind"] != "hidden"):
-                own = dict(changes)
-                if (share := own.pop("lr_share", None)) is not None:
-                    group["lr"] = run.lr * share
-                group.update(own)
+        wide = {} if group["kind"] == "hidden" else run.by_kind.get("others", {})
+        changes = {**wide, **run.by_kind.get(group["kind"], {})}
+        if (share := changes.pop("lr_share", None)) is not None:
+            group["lr"] = run.lr * share
+        group.update(changes)
     return optimizer
 
 

@@ -269,16 +269,14 @@ def test_lean() -> None:
 
 def test_fam() -> None:
     found = settings_by_kind("fam", "direction", "momentum", "momentum_dtype", "weight_decay", "lr")
-    adaptive = FAM(beta_max=0.92)
-    decayed = ["factored", asdict(adaptive), "int8", 0.01, 0.04]
+    common = ["factored", asdict(FAM(beta_max=0.84)), "int8"]
     assert found == {
-        "hidden": decayed,
-        "embedding": decayed,
-        "head": decayed,
-        "vector": ["factored", asdict(adaptive), "int8", 0.0, 0.04],
+        "hidden": [*common, 0.01, 0.04],
+        "embedding": [*common, 0.01, 0.02],
+        "head": [*common, 0.01, 0.02],
+        "vector": [*common, 0.0, 0.01],
     }
-    assert recipe("fam")["momentum"] == adaptive
-    assert recipe("fam")["d"] == math.inf
+    assert all(d == [math.inf] for d in settings_by_kind("fam", "d").values())
 
 
 def test_speech() -> None:
@@ -297,20 +295,26 @@ def test_speech() -> None:
     assert all(scale == ["initial"] for scale in scales.values())
 
 
-def test_a_recipe_by_layers_needs_a_model() -> None:
+@pytest.mark.parametrize("name", ["fam", "speech"])
+def test_a_recipe_by_layers_needs_a_model(name: str) -> None:
     with pytest.raises(ValueError, match=r"different layers; use maxfactor.for_model\(model, rec"):
-        recipe("speech")
+        recipe(name)
 
 
 def test_an_lr_keeps_the_shares_of_the_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    halved = Recipe({**recipe("fam"), "lr_share": 0.5}, {"hidden": {"lr_share": 1.0}})
+    halved = Recipe({**recipe("lean"), "lr_share": 0.5}, {"hidden": {"lr_share": 1.0}})
     monkeypatch.setitem(BY_KIND, "halved", halved)
     found = settings_by_kind("halved", "lr", lr=0.4)
     assert found == {"hidden": [0.4], "embedding": [0.2], "head": [0.2], "vector": [0.2]}
+
+
+def test_a_tensor_lr_is_followed_by_every_group_or_refused() -> None:
     tensor = torch.tensor(0.5)
-    groups = for_model(Decoder(), recipe="halved", lr=tensor).param_groups
-    assert groups[0]["lr"] is tensor
-    assert torch.equal(groups[1]["lr"], torch.tensor(0.25))
+    groups = for_model(Decoder(), recipe="speech", lr=tensor).param_groups
+    assert all(group["lr"] is tensor for group in groups)
+    message = r"recipe 'fam' takes shares of it \(embedding 0.5, head 0.5, vector 0.25\)"
+    with pytest.raises(ValueError, match=message):
+        for_model(Decoder(), recipe="fam", lr=tensor)
 
 
 def test_another_momentum_takes_the_look_ahead_away() -> None:

@@ -72,9 +72,9 @@ def for_model(
         recipe: "speech" (best quality), "fam" (frequency-adaptive momentum in int8), "lean" (no
             momentum), or a published version: "0.1", "0.2", "0.3", "1.0".
         lr: The learning rate; None takes the recipe's. Recipes may give a kind a share of it. A
-            tensor stays yours, to be changed from outside, but not for a kind with a share, which
-            has a tensor of its own; a scheduler that goes group by group (ReduceLROnPlateau, a
-            LambdaLR for each group) needs a number.
+            tensor stays yours, to be changed from outside, so a recipe with shares refuses it; a
+            scheduler that goes group by group (ReduceLROnPlateau, a LambdaLR for each group) needs
+            a number.
         **overrides: Arguments of `MaxFactor` that replace the recipe's in every group. A
             `weight_decay` leaves the group of vectors without decay.
 
@@ -97,6 +97,7 @@ def for_model(
     chosen = find_recipe(recipe)
     _check_names(overrides)
     rate = None if lr is None else check_lr(lr)  # before a kind's share is taken of it
+    _check_shares(recipe, chosen, rate)
     return MaxFactor(
         [
             {"params": params, "kind": kind, **_group_settings(chosen, kind, rate, overrides)}
@@ -114,6 +115,17 @@ def _check_names(overrides: dict[str, Any]) -> None:
             raise TypeError(
                 f"for_model() has no setting {name!r}; known settings: {', '.join(known)}"
             )
+
+
+def _check_shares(name: str, recipe: Recipe, lr: float | Tensor | None) -> None:
+    """Refuse a tensor that some groups would not follow when it is changed from outside."""
+    shares = {kind: share for kind in KINDS if (share := recipe.share(kind)) != 1.0}
+    if shares and isinstance(lr, Tensor):
+        told = ", ".join(f"{kind} {share:g}" for kind, share in shares.items())
+        raise ValueError(
+            f"lr is a tensor, but recipe {name!r} takes shares of it ({told}), which would not "
+            "follow it; give a number, and then each group a tensor of its own if you need one"
+        )
 
 
 def _group_settings(

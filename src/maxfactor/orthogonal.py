@@ -26,9 +26,19 @@ WIDE = 2  # times as long as short: from 1.5 on fewer products
 def orthogonal(y: Tensor) -> Tensor:
     """O of equation (9): y (..., m, n) with like singular values, and RMS 1; zeros stay zeros."""
     o = newton_schulz(y).to(torch.float32)
-    norm: Tensor = vector_norm(o, dim=(-2, -1), keepdim=True)
-    rms = norm / math.sqrt(o.shape[-2] * o.shape[-1])
-    return o / rms.clamp(min=FLOAT32_TINY)
+    return o / rms_of(o)
+
+
+def orthogonalize_(y: Tensor) -> None:
+    """Put O in the place of y, in y's precision, without a float32 copy of it."""
+    o = newton_schulz(y)
+    torch.div(o, rms_of(o), out=y)
+
+
+def rms_of(o: Tensor) -> Tensor:
+    """RMS of each matrix, in float32, to divide by."""
+    norm: Tensor = vector_norm(o, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    return (norm / math.sqrt(o.shape[-2] * o.shape[-1])).clamp(min=FLOAT32_TINY)
 
 
 def newton_schulz(y: Tensor) -> Tensor:
@@ -85,7 +95,11 @@ def plus(x: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> T
 
 def unit_norm(y: Tensor) -> Tensor:
     """Divide by the Frobenius norm, by way of the largest entry: its square must not underflow."""
-    largest = y.abs().amax(dim=(-2, -1), keepdim=True)  # vector_norm is slow for it on a CPU
+    matrix = (-2, -1)
+    if y.is_cuda:
+        largest: Tensor = vector_norm(y, math.inf, matrix, keepdim=True)
+    else:  # where that is slow
+        largest = y.abs().amax(matrix, keepdim=True)
     x = y / largest.clamp(min=FLOAT32_TINY)
-    norm: Tensor = vector_norm(x, dim=(-2, -1), keepdim=True)
-    return x / norm.clamp(min=1.0)
+    norm: Tensor = vector_norm(x, dim=matrix, keepdim=True)
+    return x.div_(norm.clamp(min=1.0))

@@ -27,13 +27,18 @@ class Recipe:
 
     def settings(self, kind: str | None = None, lr: float | Tensor | None = None) -> dict[str, Any]:
         """The arguments for a kind, or without one those that kinds have in common."""
-        chosen = {"lr_share": 1.0, **self.common, **self.by_kind.get(kind or "", {})}
+        chosen = {**self.common, **self.by_kind.get(kind or "", {})}
+        chosen.pop("lr_share", None)
         if kind == "vector":
             chosen["weight_decay"] = 0.0
-        share = chosen.pop("lr_share")
-        rate = chosen["lr"] if lr is None else lr
+        rate, share = chosen["lr"] if lr is None else lr, self.share(kind)
         # A whole share leaves a tensor the caller's own, which may be changed from outside.
         return {**chosen, "lr": rate if share == 1.0 else rate * share}
+
+    def share(self, kind: str | None) -> float:
+        """A kind's share of the learning rate."""
+        own = {**self.common, **self.by_kind.get(kind or "", {})}
+        return float(own.get("lr_share", 1.0))
 
 
 COMMON = {"lr": 0.01, "gamma": 0.99, "d": 1.0}
@@ -73,16 +78,21 @@ RECIPES: dict[str, dict[str, Any]] = {
 # Recipes of our own: version 1.0 but for what is said here.
 BY_KIND: dict[str, Recipe] = {
     "lean": Recipe({**COMMON, "lr": 0.028, "weight_decay": 0.0, "direction": "factored"}),
-    # Longest memory, direction and rate by benchmarks/momentum_study.py, `main`, `batch`, `large`.
+    # Longest memory, rates and their shares by benchmarks/momentum_study.py, tables `fam`, `batch`.
     "fam": Recipe(
         {
             **COMMON,
-            "momentum": FAM(beta_max=0.92),
+            "momentum": FAM(beta_max=0.84),
             "momentum_dtype": "int8",
             "lr": 0.04,
             "direction": "factored",
             "d": math.inf,  # (10) has bounded what the filter takes in
-        }
+        },
+        {
+            "embedding": {"lr_share": 0.5},
+            "head": {"lr_share": 0.5},  # as when it is tied to the embedding
+            "vector": {"lr_share": 0.25},
+        },
     ),
     # By benchmarks/momentum_study.py, tables `main` and `vectors`.
     "speech": Recipe(
@@ -119,8 +129,8 @@ def recipe(name: str) -> dict[str, Any]:
     """Return the arguments of a published version of MaxFactor, or of another recipe.
 
     Args:
-        name: "0.1", "0.2", "0.3", "1.0", "lean" or "fam". "speech" differs from layer to layer
-            and is for `for_model` alone.
+        name: "0.1", "0.2", "0.3", "1.0" or "lean". "fam" and "speech" differ from layer to layer
+            and are for `for_model` alone.
 
     Returns:
         A new dict, to be changed as you like and unpacked into `MaxFactor`.

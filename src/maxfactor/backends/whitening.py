@@ -9,7 +9,7 @@ from torch import Tensor
 
 from maxfactor.backends.kernels import layout as K  # noqa: N812
 from maxfactor.backends.plan import KINDS, Part, flags_of, matrices_of
-from maxfactor.orthogonal import orthogonal
+from maxfactor.orthogonal import orthogonalize_
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +59,7 @@ class Whitening:
             assert self.buffer is not None
             matrices = self.buffer[start : start + m * n * len(members)].view(-1, m, n)
             for batch in matrices.split(max(1, WHITENED_AT_ONCE // (m * n))):
-                batch.copy_(orthogonal(batch))
+                orthogonalize_(batch)
 
     def release(self) -> None:
         """Give the memory back to torch."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 # Rates for models of these sizes that start from random weights.
-PEERS = {"adamw": 1e-3, "adafactor": 4e-2, "muon": 2e-2, "lion": 3e-4}
+PEERS = {"adamw": 1e-3, "adafactor": 2e-2, "muon": 2e-2, "lion": 3e-4}
 REST_OF_MUON = 0.1  # AdamW's rate for what Muon leaves out, as a share of Muon's
 # Torch's Adafactor refuses or mistakes shards, its Muon orthogonalises each shard by itself.
 WHOLE_ONLY = ("adafactor", "muon")
