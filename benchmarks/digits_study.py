@@ -29,6 +29,7 @@ from maxfactor.speech.preparation import prepare
 from maxfactor.speech.processes import in_processes
 from maxfactor.speech.settings import Settings
 from maxfactor.speech.trainer import Trainer
+from momentum_variants import variant
 from touch_tones_study import to_json
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Row:
     optimizer: str
     rates: tuple[float, ...]
     changes: Changes = ()
+    variant: str | None = None  # of momentum_variants.py
 
 
 QUARTER_SAID = "norms and biases at a quarter of the rate"
@@ -65,9 +67,10 @@ def shares(**kinds: float) -> Changes:
     return tuple((f"{kind}.lr_share", share) for kind, share in kinds.items())
 
 
-def up_to(beta: float) -> Changes:
+def up_to(beta: float, bands: int = 1) -> Changes:
     """FAM's longest memory; the whole rate for every layer where nothing else is said."""
-    return (("momentum", FAM(beta_max=beta)), *shares(embedding=1.0, head=1.0, vector=1.0))
+    whole = shares(embedding=1.0, head=1.0, vector=1.0)
+    return (("momentum", FAM(beta_max=beta, bands=bands)), *whole)
 
 
 # All that a row is about is said here, so that a change of a recipe is no change of a row.
@@ -124,11 +127,22 @@ RATES: dict[str, tuple[float, ...]] = {
     "adamw": (0.0005, 0.001, 0.002, 0.004),
     "muon": (0.005, 0.01, 0.02, 0.04),
 }
+# What a memory of FAM belongs to, where it is not a whole matrix.
+MEMORIES: dict[str, tuple[int, str | None]] = {
+    "8 bands of a DCT": (8, None),
+    "8 bands of a random basis": (8, "random_basis"),
+    "4 groups of rows (heads)": (4, "row_groups"),
+    "32 groups of rows": (32, "row_groups"),
+}
 ROWS = (
     *(
         Row(f"{recipe}, {name}", recipe, RATES[recipe], changes)
         for recipe, tried in TRIED.items()
         for name, changes in tried.items()
+    ),
+    *(
+        Row(f"fam, memory up to 0.92, {name}", "fam", RATES["fam"], up_to(0.92, bands), change)
+        for name, (bands, change) in MEMORIES.items()
     ),
     *(Row(peer, peer, RATES[peer]) for peer in ("adafactor", "adamw", "muon")),
 )
@@ -201,15 +215,15 @@ def runs_of(row: Row, options: argparse.Namespace) -> list[Run]:
 def word_errors(run: Run) -> tuple[Run, float]:
     """Train on one core; the word error rate in per cent."""
     torch.set_num_threads(1)
-    with mock.patch.dict(BY_KIND, changed(run.row)):
+    with mock.patch.dict(BY_KIND, changed(run.row)), variant(run.row.variant):
         trainer = Trainer(run.settings, prepare(run.settings, run.cache, workers=1))
-    batches = trainer.batches()
-    try:
-        while trainer.step < run.settings.steps:
-            trainer.train_step(next(batches))
-    finally:
-        batches.close()  # ends its thread
-    return run, round(100.0 * trainer.evaluate().wer, 3)
+        batches = trainer.batches()
+        try:
+            while trainer.step < run.settings.steps:
+                trainer.train_step(next(batches))
+        finally:
+            batches.close()  # ends its thread
+        return run, round(100.0 * trainer.evaluate().wer, 3)
 
 
 def changed(row: Row) -> dict[str, Recipe]:
@@ -218,6 +232,8 @@ def changed(row: Row) -> dict[str, Recipe]:
         return {}
     recipe = BY_KIND[row.optimizer]
     common, by_kind = dict(recipe.common), {kind: dict(own) for kind, own in recipe.by_kind.items()}
+    if row.variant is not None:  # which is a change of that backend
+        common["foreach"] = True
     for name, value in row.changes:
         kind, _, setting = name.rpartition(".")
         settings = by_kind.setdefault(kind, {}) if kind else common

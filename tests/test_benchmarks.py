@@ -25,7 +25,7 @@ import training_step
 from maxfactor.bench import shapes, step_time
 from maxfactor.cli import app
 from maxfactor.speech.model import loss_of
-from momentum_tables import TABLES, Entry, entries_of
+from momentum_tables import TABLES, Entry, entries_of, entry
 from momentum_variants import variant
 
 
@@ -366,6 +366,27 @@ def test_a_run_is_known_by_its_settings(monkeypatch: pytest.MonkeyPatch) -> None
     speech_runs.run_key.cache_clear()
     assert run.key != key
     speech_runs.run_key.cache_clear()
+
+
+def test_a_kind_comes_before_the_others() -> None:
+    """Also when its name does, since a key sorts them."""
+    by_kind = {"others": {"lr_share": 0.5, "scale": "initial"}, "conv": {"lr_share": 2.0}}
+    groups = speech_runs.group_settings(speech_runs.Run("fam", lr=0.04, by_kind=by_kind))
+    rates = {kind: group["lr"] for kind, group in groups.items()}
+    assert rates == {"hidden": 0.04, "conv": 0.08, "embedding": 0.02, "vector": 0.02}
+    assert groups["conv"]["scale"] == "initial"
+    assert "scale" not in groups["hidden"]
+
+
+def test_all_seeds_choose_among_rates_that_have_them() -> None:
+    row = entry("fam", "fam", (0.02, 0.04, 0.08))
+    results = momentum_study.Results(Path())
+    wers = {0.02: (9.0,), 0.04: (1.0, 8.0, 9.0), 0.08: (2.0, 3.0, 4.0)}
+    for lr, found in wers.items():
+        for seed, wer in enumerate(found):
+            known = {"wer": wer, "loss": None, "nan": False, "ms_per_step": 1.0}
+            results.done[row.at(lr, seed).key] = known | {"state_bytes_per_parameter": 1.0}
+    assert momentum_study.summary(row, results)["lr"] == 0.08
 
 
 def done(row: Entry, wers: dict[float, float]) -> momentum_study.Results:

@@ -27,18 +27,21 @@ class Recipe:
 
     def settings(self, kind: str | None = None, lr: float | Tensor | None = None) -> dict[str, Any]:
         """The arguments for a kind, or without one those that kinds have in common."""
-        chosen = {**self.common, **self.by_kind.get(kind or "", {})}
-        chosen.pop("lr_share", None)
+        chosen = self._chosen(kind)
+        share = chosen.pop("lr_share")
         if kind == "vector":
             chosen["weight_decay"] = 0.0
-        rate, share = chosen["lr"] if lr is None else lr, self.share(kind)
+        rate = chosen["lr"] if lr is None else lr
         # A whole share leaves a tensor the caller's own, which may be changed from outside.
         return {**chosen, "lr": rate if share == 1.0 else rate * share}
 
-    def share(self, kind: str | None) -> float:
+    def share(self, kind: str) -> float:
         """A kind's share of the learning rate."""
-        own = {**self.common, **self.by_kind.get(kind or "", {})}
-        return float(own.get("lr_share", 1.0))
+        share: float = self._chosen(kind)["lr_share"]
+        return share
+
+    def _chosen(self, kind: str | None) -> dict[str, Any]:
+        return {"lr_share": 1.0, **self.common, **self.by_kind.get(kind or "", {})}
 
 
 COMMON = {"lr": 0.01, "gamma": 0.99, "d": 1.0}
