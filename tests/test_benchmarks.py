@@ -370,8 +370,9 @@ def test_a_run_is_known_by_its_settings(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_kind_comes_before_the_others() -> None:
     """Also when its name does, since a key sorts them."""
-    by_kind = {"others": {"lr_share": 0.5, "scale": "initial"}, "conv": {"lr_share": 2.0}}
-    groups = speech_runs.group_settings(speech_runs.Run("fam", lr=0.04, by_kind=by_kind))
+    others: dict[str, Any] = {"lr_share": 0.5, "scale": "initial"}
+    run = speech_runs.Run("fam", 0.04, by_kind={"others": others, "conv": {"lr_share": 2.0}})
+    groups = speech_runs.group_settings(run)
     rates = {kind: group["lr"] for kind, group in groups.items()}
     assert rates == {"hidden": 0.04, "conv": 0.08, "embedding": 0.02, "vector": 0.02}
     assert groups["conv"]["scale"] == "initial"
