@@ -1,6 +1,6 @@
 """A second task beside momentum_study.py's: connected digits, on a CPU.
 
-    python benchmarks/digits_study.py                     # an hour and a half on two cores
+    python benchmarks/digits_study.py                     # two hours on two cores
     python benchmarks/digits_study.py --only lean         # the other rows stay as they are
     python benchmarks/digits_study.py --quick --out /tmp/digits.json
 
