@@ -40,7 +40,7 @@ Record = dict[str, Any]  # a part of a JSON file
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "digits_study.json"
 SEEDS = 3
-Changes = tuple[tuple[str, float | FAM], ...]
+Changes = tuple[tuple[str, float | str | FAM], ...]
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,17 @@ def shares(**kinds: float) -> Changes:
     return tuple((f"{kind}.lr_share", share) for kind, share in kinds.items())
 
 
+WHOLE = shares(embedding=1.0, head=1.0, vector=1.0)
+
+
 def up_to(beta: float, bands: int = 1) -> Changes:
     """FAM's longest memory; the whole rate for every layer where nothing else is said."""
-    whole = shares(embedding=1.0, head=1.0, vector=1.0)
-    return (("momentum", FAM(beta_max=beta, bands=bands)), *whole)
+    return (("momentum", FAM(beta_max=beta, bands=bands)), *WHOLE)
+
+
+def fixed(beta: float) -> Changes:
+    """A memory in FAM's place."""
+    return (("momentum", beta), *WHOLE)
 
 
 # All that a row is about is said here, so that a change of a recipe is no change of a row.
@@ -122,11 +129,18 @@ TRIED: dict[str, dict[str, Changes]] = {
 RATES: dict[str, tuple[float, ...]] = {
     "speech": (0.01, 0.02, 0.04, 0.08),
     "fam": (0.02, 0.04, 0.08),
+    "signs": (0.005, 0.01, 0.02),
     "lean": (0.01, 0.02, 0.028, 0.04),
     "adafactor": (0.01, 0.02, 0.028, 0.04),
     "adamw": (0.0005, 0.001, 0.002, 0.004),
     "muon": (0.005, 0.01, 0.02, 0.04),
 }
+# FAM's longest memories and fixed ones, by signs and by the update itself.
+KEPT: dict[str, Changes] = {
+    **{f"memory up to {beta:g}": up_to(beta) for beta in (0.92, 0.98)},
+    **{f"fixed memory of {beta:g}": fixed(beta) for beta in (0.8, 0.9, 0.95)},
+}
+SIGNS: Changes = (("direction", "sign_max"), ("d", 1.0))
 # What a memory of FAM belongs to, where it is not a whole matrix.
 MEMORIES: dict[str, tuple[int, str | None]] = {
     "8 bands of a DCT": (8, None),
@@ -143,6 +157,15 @@ ROWS = (
     *(
         Row(f"fam, memory up to 0.92, {name}", "fam", RATES["fam"], up_to(0.92, bands), change)
         for name, (bands, change) in MEMORIES.items()
+    ),
+    *(
+        Row(f"fam, {name}", "fam", RATES["fam"], changes)
+        for name, changes in KEPT.items()
+        if name not in TRIED["fam"]
+    ),
+    *(
+        Row(f"fam by signs, {name}", "fam", RATES["signs"], changes + SIGNS)
+        for name, changes in KEPT.items()
     ),
     *(Row(peer, peer, RATES[peer]) for peer in ("adafactor", "adamw", "muon")),
 )
