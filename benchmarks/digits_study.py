@@ -84,6 +84,9 @@ def fixed(beta: float) -> Changes:
 TRIED: dict[str, dict[str, Changes]] = {
     "speech": {
         **{f"memory of {beta:g}": remembering(beta) for beta in (0.95, 0.9, 0.85, 0.8)},
+        "memory of 0.9, no look-ahead": (*remembering(0.9), ("hidden.nesterov", False)),
+        "memory up to 0.92": (("hidden.momentum", FAM(beta_max=0.92)), ("hidden.nesterov", False)),
+        "memory of 0.9, current scale": (*remembering(0.9), ("scale", "current")),
         f"memory of 0.95, {QUARTER_SAID}": remembering(0.95) + shares(vector=0.25),
         f"memory of 0.9, {QUARTER_SAID}": remembering(0.9) + shares(vector=0.25),
         f"memory of 0.9, embeddings at half, {QUARTER_SAID}": (
@@ -95,6 +98,12 @@ TRIED: dict[str, dict[str, Changes]] = {
     },
     "fam": {
         **{f"memory up to {beta:g}": up_to(beta) for beta in (0.92, 0.88, 0.84, 0.8)},
+        "memory up to 0.92, initial scale": (
+            *up_to(0.92),
+            ("scale", "initial"),
+            ("vector.scale", "current"),
+        ),
+        "fixed memory of 0.8, look-ahead": (*fixed(0.8), ("nesterov", True)),
         "memory up to 0.92, no weight decay": (*up_to(0.92), ("weight_decay", 0.0)),
         f"memory up to 0.92, {QUARTER_SAID}": up_to(0.92) + shares(vector=0.25),
         "memory up to 0.92, all but hidden at half the rate": (
