@@ -57,22 +57,23 @@ class Row:
 QUARTER_SAID = "norms and biases at a quarter of the rate"
 
 
-def remembering(beta: float) -> Changes:
-    """The memory of `speech`'s hidden matrices."""
-    return (("hidden.momentum", beta),)
-
-
 def shares(**kinds: float) -> Changes:
     """Shares of the learning rate by kind of layer."""
     return tuple((f"{kind}.lr_share", share) for kind, share in kinds.items())
 
 
 WHOLE = shares(embedding=1.0, head=1.0, vector=1.0)
+AHEAD: Changes = (("nesterov", True),)
 
 
-def up_to(beta: float, bands: int = 1) -> Changes:
-    """FAM's longest memory; the whole rate for every layer where nothing else is said."""
-    return (("momentum", FAM(beta_max=beta, bands=bands)), *WHOLE)
+def remembering(beta: float) -> Changes:
+    """The memory of `speech`'s hidden matrices; the whole rate where nothing else is said."""
+    return (("hidden.momentum", beta), *WHOLE)
+
+
+def up_to(beta: float, bands: int = 1, mix: float = 0.05) -> Changes:
+    """FAM's longest memory; the whole rate where nothing else is said."""
+    return (("momentum", FAM(beta_max=beta, bands=bands, mix=mix)), *WHOLE)
 
 
 def fixed(beta: float) -> Changes:
@@ -85,7 +86,11 @@ TRIED: dict[str, dict[str, Changes]] = {
     "speech": {
         **{f"memory of {beta:g}": remembering(beta) for beta in (0.95, 0.9, 0.85, 0.8)},
         "memory of 0.9, no look-ahead": (*remembering(0.9), ("hidden.nesterov", False)),
-        "memory up to 0.92": (("hidden.momentum", FAM(beta_max=0.92)), ("hidden.nesterov", False)),
+        "memory up to 0.92": (
+            ("hidden.momentum", FAM(beta_max=0.92)),
+            ("hidden.nesterov", False),
+            *WHOLE,
+        ),
         "memory of 0.9, current scale": (*remembering(0.9), ("scale", "current")),
         f"memory of 0.95, {QUARTER_SAID}": remembering(0.95) + shares(vector=0.25),
         f"memory of 0.9, {QUARTER_SAID}": remembering(0.9) + shares(vector=0.25),
@@ -97,13 +102,15 @@ TRIED: dict[str, dict[str, Changes]] = {
         ),
     },
     "fam": {
-        **{f"memory up to {beta:g}": up_to(beta) for beta in (0.92, 0.88, 0.84, 0.8)},
+        **{f"memory up to {beta:g}": up_to(beta) for beta in (0.98, 0.92, 0.88, 0.84, 0.8)},
+        **{f"fixed memory of {beta:g}": fixed(beta) for beta in (0.8, 0.9, 0.95)},
+        "fixed memory of 0.8, look-ahead": fixed(0.8) + AHEAD,
+        "fixed memory of 0.9, look-ahead": fixed(0.9) + AHEAD,
         "memory up to 0.92, initial scale": (
             *up_to(0.92),
             ("scale", "initial"),
             ("vector.scale", "current"),
         ),
-        "fixed memory of 0.8, look-ahead": (*fixed(0.8), ("nesterov", True)),
         "memory up to 0.92, no weight decay": (*up_to(0.92), ("weight_decay", 0.0)),
         f"memory up to 0.92, {QUARTER_SAID}": up_to(0.92) + shares(vector=0.25),
         "memory up to 0.92, all but hidden at half the rate": (
@@ -121,6 +128,9 @@ TRIED: dict[str, dict[str, Changes]] = {
         ),
         f"memory up to 0.84, embeddings at half, {QUARTER_SAID}": (
             up_to(0.84) + shares(embedding=0.5, vector=0.25)
+        ),
+        f"memory up to 0.84, 16 % of the present, embeddings at half, {QUARTER_SAID}": (
+            up_to(0.84, mix=0.16) + shares(embedding=0.5, vector=0.25)
         ),
         f"memory up to 0.88, embeddings, {QUARTER_SAID}": (
             up_to(0.88) + shares(embedding=0.25, vector=0.25)
@@ -144,11 +154,11 @@ RATES: dict[str, tuple[float, ...]] = {
     "adamw": (0.0005, 0.001, 0.002, 0.004),
     "muon": (0.005, 0.01, 0.02, 0.04),
 }
-# FAM's longest memories and fixed ones, by signs and by the update itself.
-KEPT: dict[str, Changes] = {
-    **{f"memory up to {beta:g}": up_to(beta) for beta in (0.92, 0.98)},
-    **{f"fixed memory of {beta:g}": fixed(beta) for beta in (0.8, 0.9, 0.95)},
-}
+# Of FAM's memories and the fixed ones, those that are tried by signs, too.
+BY_SIGNS = (
+    *(f"memory up to {beta:g}" for beta in (0.92, 0.98)),
+    *(f"fixed memory of {beta:g}" for beta in (0.8, 0.9, 0.95)),
+)
 SIGNS: Changes = (("direction", "sign_max"), ("d", 1.0))
 # What a memory of FAM belongs to, where it is not a whole matrix.
 MEMORIES: dict[str, tuple[int, str | None]] = {
@@ -168,13 +178,8 @@ ROWS = (
         for name, (bands, change) in MEMORIES.items()
     ),
     *(
-        Row(f"fam, {name}", "fam", RATES["fam"], changes)
-        for name, changes in KEPT.items()
-        if name not in TRIED["fam"]
-    ),
-    *(
-        Row(f"fam by signs, {name}", "fam", RATES["signs"], changes + SIGNS)
-        for name, changes in KEPT.items()
+        Row(f"fam by signs, {name}", "fam", RATES["signs"], TRIED["fam"][name] + SIGNS)
+        for name in BY_SIGNS
     ),
     *(Row(peer, peer, RATES[peer]) for peer in ("adafactor", "adamw", "muon")),
 )

@@ -32,6 +32,7 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from maxfactor.bench.step_time import circumstances, write
@@ -372,6 +373,7 @@ def summary(row: Entry, results: Results) -> Record:
         "wer_mean": round(mean(wers(chosen)), 6),
         "loss": round(mean(finals), 4) if (finals := losses(chosen)) else None,
         "range": round(usable_range(judged if row.search > 1 else tried), 3),
+        "smooth_range": round(curve, 2) if (curve := smooth_range(tried)) else None,
         "nan_at": [lr for lr in tried if any(record["nan"] for record in tried[lr])],
         "ms_per_step": median(record["ms_per_step"] for record in chosen),
         "state_bytes_per_parameter": chosen[0]["state_bytes_per_parameter"],
@@ -410,12 +412,37 @@ def usable_range(tried: dict[float, list[Record]]) -> float:
     return rates[high] / rates[low]
 
 
+FAR = 8.0  # times the fewest errors: a rate that has more would bend the curve
+FEWEST_RATES = 4
+
+
+def smooth_range(tried: dict[float, list[Record]]) -> float | None:
+    """The same by a curve through all runs, since the lowest of several means is lucky.
+
+    The logarithm of the errors as a parabola in the logarithm of the rate, over the rates tried;
+    None where too few rates come near the best, or a run has no error at all.
+    """
+    lowest = min(mean(wers(found)) for found in tried.values())
+    near = [
+        record for found in tried.values() if mean(wers(found)) <= FAR * lowest for record in found
+    ]
+    rates = np.log([record["run"]["lr"] for record in near])
+    errors = np.array(wers(near))
+    if len(set(rates)) < FEWEST_RATES or errors.min() <= 0.0:
+        return None
+    fitted = np.polynomial.Polynomial.fit(rates, np.log(errors), 2)
+    grid = np.linspace(rates.min(), rates.max(), 1001)
+    curve = fitted(grid)
+    inside = grid[curve <= curve.min() + math.log(1.25)]
+    return float(np.exp(inside[-1] - inside[0]))
+
+
 def print_table(table: str, rows: Sequence[Entry], results: Results) -> None:
     """A table as Markdown, the best of a row's rates in its columns."""
     found = [one for row in rows if (one := summary(row, results))["tried"]]
     is_tuned = any("english_wer" in one for one in found)
     titles = ["", "lr", "WER %", "seeds", *(["English WER %"] if is_tuned else [])]
-    titles += ["loss", "within 25 % over", "state B/param", "ms/step", "tried (WER %)"]
+    titles += ["loss", "within 25 % over (by a curve)", "state B/param", "ms/step", "tried (WER %)"]
     print(f"\n### {table}\n\n| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
     for one in found:
         tried = ", ".join(f"{lr}: {mean(values):.1f}" for lr, values in one["tried"].items())
@@ -427,7 +454,8 @@ def print_table(table: str, rows: Sequence[Entry], results: Results) -> None:
             " ".join(f"{value:.1f}" for value in one["wer"]),
             *([spread(one.get("english_wer", []))] if is_tuned else []),
             "" if one["loss"] is None else f"{one['loss']:.3f}",
-            f"{one['range']:.2g} x",
+            f"{one['range']:.2g} x"
+            + (f" ({curve:.2g} x)" if (curve := one["smooth_range"]) else ""),
             f"{one['state_bytes_per_parameter']:.2f}",
             f"{one['ms_per_step']:.1f}",
             tried + nan,

@@ -47,11 +47,24 @@ def fam(**settings: Any) -> dict[str, Any]:
     return asdict(maxfactor.FAM(**settings))
 
 
+def first(
+    recipe: str, name: str, rates: Sequence[float], search: int = 1, **settings: Any
+) -> Entry:
+    """A row of `fam` or `speech` as it was at first, with the whole rate for every layer."""
+    memory = {"momentum": fam(beta_max=0.92)} if recipe == "fam" else {}
+    by_kind = settings.pop("by_kind", {})
+    by_kind = {**by_kind, "others": {"lr_share": 1.0, **by_kind.get("others", {})}}
+    return entry(name, recipe, rates, search, by_kind=by_kind, **{**memory, **settings})
+
+
 def first_fam(name: str, rates: Sequence[float], search: int = 1, **settings: Any) -> Entry:
     """A row of `fam` as it was at first: FAM up to 0.92, and the whole rate for every layer."""
-    changed = {"momentum": fam(beta_max=0.92), **settings}
-    changed["by_kind"] = {"others": {"lr_share": 1.0}, **settings.get("by_kind", {})}
-    return entry(name, "fam", rates, search, **changed)
+    return first("fam", name, rates, search, **settings)
+
+
+def first_speech(name: str, rates: Sequence[float], search: int = 1, **settings: Any) -> Entry:
+    """A row of `speech` as it was at first: the whole rate for every layer."""
+    return first("speech", name, rates, search, **settings)
 
 
 ADAMW = (5e-4, 1e-3, 2e-3, 4e-3)
@@ -59,6 +72,7 @@ OURS = (0.005, 0.01, 0.02, 0.04)
 FIXED = (0.95, 0.9, 0.98, 0.8)
 NO_CLIP = 1e9  # of the update; infinity is no JSON
 QUARTER = {"vector": {"lr_share": 0.25}}  # of the rate, for norms and biases
+HALF_QUARTER = {"embedding": {"lr_share": 0.5}, **QUARTER}
 LONG = {"hidden": {"momentum": 0.95}}  # what `speech` had at first
 # A model that learnt English with AdamW learns German.
 GERMAN: dict[str, Any] = {"language": "de", "start": "english", "train": 600, "steps": 500}
@@ -81,11 +95,13 @@ def main_table() -> list[Entry]:
 def short_table() -> list[Entry]:
     """Peers and recipes with half the steps, where more words are still wrong."""
     names = ("muon + adamw", "speech", "adamw, clip 1", "fam")
-    return [
-        replace(row, run=replace(row.run, steps=750), seeds=3)
-        for row in main_table()
-        if row.name in names
+    rates = (0.01, 0.02, 0.04, 0.08)
+    rows = [
+        *(row for row in main_table() if row.name in names),
+        first_fam("fam at first", rates),
+        first_speech("speech at first", rates, search=3),
     ]
+    return [replace(row, run=replace(row.run, steps=750), seeds=3) for row in rows]
 
 
 def vectors_table() -> list[Entry]:
@@ -93,9 +109,8 @@ def vectors_table() -> list[Entry]:
     rates = (0.01, 0.02, 0.04)
     longer = {"momentum": fam()}
     found = [
-        entry(
+        first_speech(
             f"others {direction}, {scale} scale, share {share:g}",
-            "speech",
             rates,
             d=1.0,
             by_kind={
@@ -107,29 +122,8 @@ def vectors_table() -> list[Entry]:
         for direction in ("sign_max", "factored")
         for share in (1.0, 0.5)
     ]
-    floors = [
-        entry(
-            f"others sign_max, initial scale, share {share:g}, vectors' eps2 {eps2:g}",
-            "speech",
-            rates,
-            d=1.0,
-            by_kind={
-                "others": {
-                    "direction": "sign_max",
-                    "scale": "initial",
-                    "lr_share": share,
-                    **longer,
-                },
-                "vector": {"eps": [1e-10, eps2]},
-                **LONG,
-            },
-        )
-        for eps2 in (0.01, 0.1)
-        for share in (1.0, 0.5)
-    ]
-    mixed = entry(
+    mixed = first_speech(
         "others sign_max, initial scale, share 1, vectors current",
-        "speech",
         rates,
         d=1.0,
         by_kind={
@@ -138,40 +132,29 @@ def vectors_table() -> list[Entry]:
             **LONG,
         },
     )
-    own = entry("FAM up to 0.92, no clip", "speech", rates, search=3, by_kind=LONG)
-    before = entry(
+    own = replace(first_speech("FAM up to 0.92, no clip", rates, search=3, by_kind=LONG), seeds=6)
+    before = first_speech(
         "others factored, initial scale, share 1, vectors current",
-        "speech",
         rates,
         d=1.0,
         by_kind={"others": longer, **LONG},
     )
-    return [own, before, *found, mixed, *floors]
+    return [own, before, *found, mixed]
 
 
 def momentum_table() -> list[Entry]:
-    """FAM up to several longest memories, fixed memories, none; factored, then sign_max."""
-    found = []
-    for direction in ("factored", "sign_max"):
-        # FAM is at its longest memory for most of a training: is that too long?
-        longest = {f"FAM up to {b:g}": fam(beta_max=b) for b in (0.95, 0.98, 0.9)}
-        momentums: dict[str, Any] = {**longest, **{f"EMA {beta:g}": beta for beta in FIXED}}
-        momentums |= {
-            "none": None,
-            "FAM up to 0.98, 8 bands": fam(bands=8),
-            "EMA 0.95 with FAM's mix": fam(beta_min=0.95, beta_max=0.95, start=0.95),
-        }
-        clipped: dict[str, Any] = {"direction": direction, "d": 1.0}
-        found += [
-            first_fam(f"{name}, {direction}", OURS, momentum=momentum, **clipped)
-            for name, momentum in momentums.items()
-        ]
-        if direction == "factored":
-            free: dict[str, Any] = {"momentum": fam(beta_max=0.95), "d": NO_CLIP}
-            found.append(first_fam("FAM up to 0.95, factored, no clip", OURS, **free))
-        look_ahead: dict[str, Any] = {"momentum": 0.95, "nesterov": True, **clipped}
-        found.append(first_fam(f"EMA 0.95 with nesterov, {direction}", OURS, **look_ahead))
-    return found
+    """What FAM has besides its longest memory, with a clip of the update; without momentum."""
+    momentums: dict[str, Any] = {
+        **{f"FAM up to {b:g}": fam(beta_max=b) for b in (0.95, 0.98, 0.9)},
+        "EMA 0.95": 0.95,
+        "EMA 0.95 with FAM's mix": fam(beta_min=0.95, beta_max=0.95, start=0.95),
+        "none": None,
+    }
+    free: dict[str, Any] = {"momentum": fam(beta_max=0.95), "d": NO_CLIP}
+    return [
+        *(first_fam(name, OURS, momentum=own, d=1.0) for name, own in momentums.items()),
+        first_fam("FAM up to 0.95, no clip", OURS, **free),
+    ]
 
 
 BATCHES = (
@@ -183,8 +166,8 @@ BATCHES = (
 
 def signs_table() -> list[Entry]:
     """FAM and fixed memories at three batch sizes, moving by signs."""
-    momentums: dict[str, Any] = {f"FAM up to {b:g}": fam(beta_max=b) for b in (0.98, 0.95)}
-    momentums |= {f"EMA {beta:g}": beta for beta in FIXED}
+    momentums: dict[str, Any] = {f"FAM up to {b:g}": fam(beta_max=b) for b in (0.95, 0.92, 0.98)}
+    momentums |= {f"EMA {beta:g}": beta for beta in FIXED if beta < 0.98}
     return [
         first_fam(
             f"batch {batch}: {name}",
@@ -225,14 +208,16 @@ def range_table() -> list[Entry]:
     """How far a learning rate may be off, up to ten times the usual one."""
     adamw = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 2e-2)
     ours = (0.005, 0.01, 0.02, 0.04, 0.08, 0.2)
-    quarter = "speech, vectors at a quarter of the rate"
+    finer = (0.01, 0.0175, 0.02, 0.028, 0.04, 0.07, 0.08, 0.2)
+    smaller = "speech, embeddings at half the rate"
     return [
         entry("adamw, clip 1", "adamw", adamw, search=3, clip=1.0),
-        entry("speech", "speech", ours, search=6, seeds=6),
-        entry(quarter, "speech", ours[2:5], search=3, by_kind=QUARTER),
-        entry("speech, current scale", "speech", ours, scale="current"),
-        entry("fam", "fam", ours),
-        entry("fam, initial scale", "fam", ours, scale="initial"),
+        entry("speech", "speech", finer, search=6, seeds=6),
+        entry("speech, ten times its best rate", "speech", (0.4,)),
+        replace(first_speech("speech at first", ours, search=6), seeds=6),
+        first_speech("speech at first, EMA 0.95", ours, search=3, by_kind=LONG),
+        entry(smaller, "speech", ours[2:5], search=3, by_kind=HALF_QUARTER),
+        entry("fam", "fam", (0.01, 0.02, 0.04, 0.08, 0.16)),
     ]
 
 
@@ -244,6 +229,7 @@ def stores_table() -> list[Entry]:
         name = f"FAM up to 0.95, factored, {store}"
         found += [
             entry(f"speech, {store}", "speech", (0.02,), momentum_dtype=store),
+            first_speech(f"speech at first, {store}", (0.02,), momentum_dtype=store),
             first_fam(name, (0.08,), momentum_dtype=store, **longer),
         ]
     return found
@@ -263,7 +249,6 @@ def lean_table() -> list[Entry]:
         *(entry(f"clip of the update at {d:g}", "lean", two, d=d) for d in (1.5, 2.0, 3.0, 0.5)),
         entry("initial scale, vectors current", "lean", rates, scale="initial", by_kind=current),
         entry("weight decay 0.1", "lean", rates, weight_decay=0.1),
-        entry("initial scale", "lean", rates, scale="initial"),
     ]
 
 
@@ -293,17 +278,12 @@ def speech_table() -> list[Entry]:
             "weight_decay": 0.05,
         },
         "hidden EMA 0.9, embeddings at half, vectors at a quarter of the rate": {
-            "by_kind": {
-                "hidden": {"momentum": 0.9},
-                "embedding": {"lr_share": 0.5},
-                **QUARTER,
-            }
+            "by_kind": {"hidden": {"momentum": 0.9}, **HALF_QUARTER}
         },
     }
     return [
-        entry(
+        first_speech(
             name,
-            "speech",
             (0.02, 0.04),
             search=3,
             steps=750,
@@ -315,23 +295,23 @@ def speech_table() -> list[Entry]:
 
 def memory_table() -> list[Entry]:
     """How long hidden matrices remember in `speech`, and in Muon."""
-    spans: dict[str, tuple[tuple[float, ...], dict[str, Any]]] = {
-        "half the steps": ((0.02, 0.04), {"steps": 750}),
-        "all steps": ((0.01, 0.02, 0.04), {}),
-        "German": ((0.01, 0.02, 0.04), GERMAN),
-        "Spanish": ((0.01, 0.02, 0.04), {**GERMAN, "language": "es"}),
+    rates = (0.01, 0.02, 0.04)
+    spans: dict[str, tuple[tuple[float, ...], tuple[float, ...], dict[str, Any]]] = {
+        "half the steps": ((0.9, 0.85, 0.8, 0.95), rates[1:], {"steps": 750}),
+        "all steps": ((0.9, 0.85, 0.95), rates, {}),
+        "German": ((0.9, 0.95), rates, GERMAN),
+        "Spanish": ((0.9, 0.95), rates, {**GERMAN, "language": "es"}),
     }
     ours = [
-        entry(
+        first_speech(
             f"{span}: speech, EMA {beta:g}",
-            "speech",
             rates,
             search=3,
             by_kind={"hidden": {"momentum": beta}},
             **settings,
         )
-        for span, (rates, settings) in spans.items()
-        for beta in (0.9, 0.85, 0.8, 0.95)
+        for span, (betas, rates, settings) in spans.items()
+        for beta in betas
     ]
     muon = entry("half the steps: muon, 0.9", "muon", OURS[1:], 3, steps=750, momentum=0.9)
     return [*ours, muon]
@@ -344,16 +324,13 @@ def fam_table() -> list[Entry]:
     """
     current = {"vector": {"scale": "current"}}
     longer = fam(beta_max=0.98)
+    smaller = {"by_kind": HALF_QUARTER}
     changes: dict[str, dict[str, Any]] = {
         "as it was at first": {},
         "initial scale, vectors current": {"scale": "initial", "by_kind": current},
         "weight decay 0.1": {"weight_decay": 0.1},
         "no weight decay": {"weight_decay": 0.0},
         "vectors at a quarter of the rate": {"by_kind": QUARTER},
-        "vectors at a quarter of the rate, no weight decay": {
-            "by_kind": QUARTER,
-            "weight_decay": 0.0,
-        },
         "all but hidden at half the rate": {"by_kind": {"others": {"lr_share": 0.5}}},
         "all but hidden at a quarter of the rate": {"by_kind": {"others": {"lr_share": 0.25}}},
         "all but hidden at half the rate, no weight decay": {
@@ -363,11 +340,6 @@ def fam_table() -> list[Entry]:
         "initial scale, vectors current, at a quarter of the rate": {
             "scale": "initial",
             "by_kind": {"vector": {"scale": "current", "lr_share": 0.25}},
-        },
-        "initial scale, vectors current, at a quarter of the rate, no weight decay": {
-            "scale": "initial",
-            "by_kind": {"vector": {"scale": "current", "lr_share": 0.25}},
-            "weight_decay": 0.0,
         },
         "initial scale, vectors current, no weight decay": {
             "scale": "initial",
@@ -382,36 +354,27 @@ def fam_table() -> list[Entry]:
         "embeddings at half the rate": {"by_kind": {"embedding": {"lr_share": 0.5}}},
         "convolutions at half the rate": {"by_kind": {"conv": {"lr_share": 0.5}}},
         "embeddings and convolutions at half, vectors at a quarter of the rate": {
-            "by_kind": {
-                "embedding": {"lr_share": 0.5},
-                "conv": {"lr_share": 0.5},
-                **QUARTER,
-            }
+            "by_kind": {"conv": {"lr_share": 0.5}, **HALF_QUARTER}
         },
         "initial scale, vectors current, all but hidden at half the rate": {
             "scale": "initial",
             "by_kind": {"others": {"lr_share": 0.5}, "vector": {"scale": "current"}},
         },
-        **{f"FAM up to {b:g}": {"momentum": fam(beta_max=b)} for b in (0.88, 0.84, 0.8, 0.95)},
+        **{f"FAM up to {b:g}": {"momentum": fam(beta_max=b)} for b in (0.88, 0.84, 0.95)},
         **{
             f"FAM up to {b:g}, embeddings at half, vectors at a quarter of the rate": {
                 "momentum": fam(beta_max=b),
-                "by_kind": {"embedding": {"lr_share": 0.5}, **QUARTER},
+                **smaller,
             }
             for b in (0.88, 0.84)
         },
         "FAM up to 0.88, convolutions at twice, embeddings at half, vectors at a quarter": {
             "momentum": fam(beta_max=0.88),
-            "by_kind": {"conv": {"lr_share": 2.0}, "embedding": {"lr_share": 0.5}, **QUARTER},
+            "by_kind": {"conv": {"lr_share": 2.0}, **HALF_QUARTER},
         },
         "FAM up to 0.84, embeddings at half, vectors at an eighth of the rate": {
             "momentum": fam(beta_max=0.84),
             "by_kind": {"embedding": {"lr_share": 0.5}, "vector": {"lr_share": 0.125}},
-        },
-        "FAM up to 0.84, embeddings at half, vectors at a quarter of the rate, no weight decay": {
-            "momentum": fam(beta_max=0.84),
-            "by_kind": {"embedding": {"lr_share": 0.5}, **QUARTER},
-            "weight_decay": 0.0,
         },
         "FAM up to 0.95, all but hidden at half the rate": {
             "momentum": fam(beta_max=0.95),
@@ -422,6 +385,18 @@ def fam_table() -> list[Entry]:
             "by_kind": {"others": {"lr_share": 0.5}},
         },
         "mix 0.2": {"momentum": fam(beta_max=0.92, mix=0.2)},
+        "FAM up to 0.84, mix 0.16, embeddings at half, vectors at a quarter of the rate": {
+            "momentum": fam(beta_max=0.84, mix=0.16),
+            **smaller,
+        },
+        **{
+            f"EMA {beta:g} with nesterov, embeddings at half, vectors at a quarter of the rate": {
+                "momentum": beta,
+                "nesterov": True,
+                **smaller,
+            }
+            for beta in (0.8, 0.9)
+        },
         "clip of the update at 1": {"d": 1.0},
         "sign_max, FAM up to 0.98": {"direction": "sign_max", "momentum": longer, "d": 1.0},
         "sign_max, FAM up to 0.98, initial scale": {
@@ -436,7 +411,8 @@ def fam_table() -> list[Entry]:
     def rates_of(name: str) -> tuple[float, ...]:
         if "sign_max" in name:
             return 0.0025, 0.005, 0.01, 0.02
-        return (0.02, 0.04, 0.08) if "up to 0.84," in name else (0.04, 0.08, 0.16)
+        is_late = "up to 0.84," in name or "nesterov" in name
+        return (0.02, 0.04, 0.08) if is_late else (0.04, 0.08, 0.16)
 
     return [
         first_fam(
@@ -459,38 +435,45 @@ def fam_table() -> list[Entry]:
 
 
 def directions_table() -> list[Entry]:
-    """Directions with and without momentum, and what they scale by.
+    """Each direction with and without momentum, and what it scales by, in half the steps.
 
     Orthogonal is for hidden matrices; the others then stay as in `speech`.
     """
-    rates = (0.01, 0.02, 0.04)
     momentums: dict[str, dict[str, Any]] = {
-        "none": {"momentum": None, "nesterov": False},
+        "EMA 0.9, nesterov": {"momentum": 0.9, "nesterov": True},
         "FAM up to 0.92": {"momentum": fam(beta_max=0.92), "nesterov": False},
-        "EMA 0.95, nesterov": {"momentum": 0.95, "nesterov": True},
+        "none": {"momentum": None, "nesterov": False},
     }
+    current = {"vector": {"scale": "current"}}
     found = []
-    for name, momentum in momentums.items():
-        for scale in ("current", "initial"):
+    for scale in ("initial", "current"):
+        for name, momentum in momentums.items():
             label = f"{name}, {scale} scale"
-            hidden = {"hidden": {"direction": "orthogonal", **momentum}}
-            found.append(
-                entry(f"orthogonal, {label}", "speech", rates, by_kind=hidden, scale=scale)
-            )
+            common: dict[str, Any] = {"scale": scale, "steps": 750}
+            hidden = momentum if name != "none" else {**momentum, "momentum_dtype": None}
+            own: dict[str, Any] = {**common, "by_kind": {"hidden": hidden, **current}}
+            changes: dict[str, Any] = {**common, **momentum, "by_kind": current}
+            # Signs of a single gradient, and a single gradient itself, need the clip.
+            clip = {"d": 1.0} if name == "none" else {}
+            signs: dict[str, Any] = {"direction": "sign_max", "d": 1.0}
             found += [
-                first_fam(f"{kind}, {label}", rates, direction=kind, scale=scale, d=1.0, **momentum)
-                for kind in ("sign_max", "factored")
+                first_speech(f"orthogonal, {label}", (0.01, 0.02, 0.04), **own),
+                first_fam(f"factored, {label}", (0.02, 0.04, 0.08), **changes, **clip),
+                first_fam(f"sign_max, {label}", (0.005, 0.01, 0.02), **changes, **signs),
             ]
     return found
 
 
 def clip_table() -> list[Entry]:
     """The clip of FAM's input: from sums of squares, or by its own RMS."""
-    rates = (0.01, 0.02)
+    clips = (("from sums of squares", None), ("its own RMS", "exact_clip"))
     return [
-        entry(f"{recipe}, {name}", recipe, rates, search=3, variant=variant)
-        for recipe in ("fam", "speech")
-        for name, variant in (("from sums of squares", None), ("its own RMS", "exact_clip"))
+        row
+        for name, variant in clips
+        for row in (
+            entry(f"fam, {name}", "fam", (0.04, 0.08), variant=variant),
+            first_speech(f"speech at first, {name}", (0.02, 0.04), variant=variant),
+        )
     ]
 
 
@@ -516,11 +499,13 @@ def finetune_table() -> list[Entry]:
     In 500 steps from few utterances, where all rates have all seeds, since the best lie close
     together; in few steps; and from many utterances.
     """
-    rates: dict[str, tuple[float, ...]] = {
+    judged: dict[str, tuple[float, ...]] = {
         "adamw": (1e-4, 3e-4, 1e-3, 2e-3, 4e-3),
         "speech": (0.005, 0.01, 0.02, 0.04, 0.08),
         "fam": (0.01, 0.02, 0.04, 0.08, 0.16),
         "muon": (0.002, 0.005, 0.01, 0.02, 0.04),
+    }
+    beside: dict[str, tuple[float, ...]] = {
         "lean": (0.005, 0.01, 0.02, 0.04, 0.08),
         "adafactor": (0.005, 0.01, 0.02, 0.04, 0.08),
         "lion": (2e-5, 5e-5, 1e-4, 2e-4, 4e-4),
@@ -530,24 +515,24 @@ def finetune_table() -> list[Entry]:
         "Spanish, 600 utterances": {**GERMAN, "language": "es"},
         "German, 150 steps": {**GERMAN, "train": 4_000, "steps": 150},
         "Spanish, 150 steps": {**GERMAN, "language": "es", "train": 4_000, "steps": 150},
-        "German, 12000 utterances": {**GERMAN, "train": 12_000},
     }
     found = []
     for task, settings in tasks.items():
-        for name, own in rates.items():
-            is_judged = name in ("adamw", "speech", "fam", "muon") and settings["train"] < 12_000
-            is_close = is_judged and settings["train"] == 600 and name != "muon"
-            found.append(
-                entry(
-                    f"{task}: {name}",
-                    name,
-                    own,
-                    search=3 if is_judged else 1,
-                    seeds=6 if is_close else 3,
-                    clip=1.0 if name == "adamw" else None,
-                    **settings,
-                )
-            )
+        most = 6 if settings["train"] == 600 else 3
+        for name, rates in judged.items():
+            seeds = 3 if name == "muon" else most
+            clip = 1.0 if name == "adamw" else None
+            found.append(entry(f"{task}: {name}", name, rates, 3, seeds, clip=clip, **settings))
+        before = first_speech(f"{task}: speech at first", judged["speech"], 3, **settings)
+        found.append(replace(before, seeds=most))
+        if settings["train"] == 600:
+            found += [
+                entry(f"{task}: {name}", name, own, **settings) for name, own in beside.items()
+            ]
+    many = {**GERMAN, "train": 12_000}
+    found.append(
+        entry("German, 12000 utterances: adamw", "adamw", judged["adamw"], clip=1.0, **many)
+    )
     return found
 
 
@@ -561,6 +546,7 @@ def large_table() -> list[Entry]:
         first_fam("fam at first", (0.04, 0.08, 0.16), **large),
         first_fam("FAM up to 0.95", (0.02, 0.04, 0.08), momentum=longer, d=1.0, **large),
         entry("speech", "speech", (0.01, 0.02, 0.04), **large),
+        first_speech("speech at first", (0.01, 0.02, 0.04), **large),
         entry("adamw", "adamw", (2.5e-4, 5e-4, 1e-3, 2e-3), **large),
         entry("muon + adamw", "muon", (0.0025, 0.005, 0.01, 0.02), **large),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -432,6 +433,16 @@ def test_a_best_rate_at_the_edge_calls_for_another() -> None:
 def test_the_usable_range() -> None:
     tried = {0.01: 10.0, 0.02: 8.0, 0.04: 9.9, 0.08: 10.1}
     assert momentum_study.usable_range({lr: [{"wer": wer}] for lr, wer in tried.items()}) == 4.0
+
+
+def test_the_range_by_a_curve() -> None:
+    """Errors that are a parabola, both axes logarithmic, and one rate that is far off."""
+    errors = {lr: math.exp(0.5 * math.log(lr / 0.03) ** 2) for lr in (0.01, 0.02, 0.04, 0.08)}
+    tried = {lr: [{"run": {"lr": lr}, "wer": wer}] for lr, wer in {**errors, 0.4: 90.0}.items()}
+    width = 2.0 * math.sqrt(math.log(1.25) / 0.5)
+    assert momentum_study.smooth_range(tried) == pytest.approx(math.exp(width), rel=0.01)
+    del tried[0.04]
+    assert momentum_study.smooth_range(tried) is None
 
 
 def test_word_errors() -> None:

@@ -287,7 +287,7 @@ def test_speech() -> None:
         "hidden": ["orthogonal", 0.9, True, 0.1, 0.02],
         "embedding": others,
         "head": others,
-        "vector": ["factored", adaptive, False, 0.0, 0.02],
+        "vector": ["factored", adaptive, False, 0.0, 0.005],
     }
     assert all(d == [math.inf] for d in settings_by_kind("speech", "d").values())
     scales = settings_by_kind("speech", "scale")
@@ -310,7 +310,7 @@ def test_an_lr_keeps_the_shares_of_the_kinds(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_tensor_lr_is_followed_by_every_group_or_refused() -> None:
     tensor = torch.tensor(0.5)
-    groups = for_model(Decoder(), recipe="speech", lr=tensor).param_groups
+    groups = for_model(Decoder(), recipe="lean", lr=tensor).param_groups
     assert all(group["lr"] is tensor for group in groups)
     message = r"recipe 'fam' takes shares of it \(embedding 0.5, head 0.5, vector 0.25\)"
     with pytest.raises(ValueError, match=message):

@@ -97,7 +97,7 @@ BY_KIND: dict[str, Recipe] = {
             "vector": {"lr_share": 0.25},
         },
     ),
-    # By benchmarks/momentum_study.py, tables `main` and `vectors`.
+    # By benchmarks/momentum_study.py, tables `main`, `memory`, `vectors` and `range`.
     "speech": Recipe(
         {
             **COMMON,
@@ -112,7 +112,7 @@ BY_KIND: dict[str, Recipe] = {
         {
             "hidden": {"direction": "orthogonal", "momentum": 0.9, "nesterov": True},
             # Biases begin at zero: by their first size they would hardly ever move.
-            "vector": {"scale": "current"},
+            "vector": {"scale": "current", "lr_share": 0.25},
         },
     ),
 }
