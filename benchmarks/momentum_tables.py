@@ -450,16 +450,26 @@ def directions_table() -> list[Entry]:
         for name, momentum in momentums.items():
             label = f"{name}, {scale} scale"
             common: dict[str, Any] = {"scale": scale, "steps": 750}
-            hidden = momentum if name != "none" else {**momentum, "momentum_dtype": None}
-            own: dict[str, Any] = {**common, "by_kind": {"hidden": hidden, **current}}
-            changes: dict[str, Any] = {**common, **momentum, "by_kind": current}
-            # Signs of a single gradient, and a single gradient itself, need the clip.
-            clip = {"d": 1.0} if name == "none" else {}
-            signs: dict[str, Any] = {"direction": "sign_max", "d": 1.0}
+            # Without momentum nothing is stored, and nothing bounds the update but its clip.
+            is_bare = momentum["momentum"] is None
+            hidden = {**momentum, "momentum_dtype": None} if is_bare else momentum
+            all_alike: dict[str, Any] = {**common, **momentum, "by_kind": current}
+            clip: dict[str, Any] = {"d": 1.0} if is_bare else {}
             found += [
-                first_speech(f"orthogonal, {label}", (0.01, 0.02, 0.04), **own),
-                first_fam(f"factored, {label}", (0.02, 0.04, 0.08), **changes, **clip),
-                first_fam(f"sign_max, {label}", (0.005, 0.01, 0.02), **changes, **signs),
+                first_speech(
+                    f"orthogonal, {label}",
+                    (0.01, 0.02, 0.04),
+                    by_kind={"hidden": hidden, **current},
+                    **common,
+                ),
+                first_fam(f"factored, {label}", (0.02, 0.04, 0.08), **all_alike, **clip),
+                first_fam(
+                    f"sign_max, {label}",
+                    (0.005, 0.01, 0.02),
+                    direction="sign_max",
+                    d=1.0,
+                    **all_alike,
+                ),
             ]
     return found
 
