@@ -471,7 +471,7 @@ def rates_picture(rows: Sequence[Record]) -> Figure:
         axes.plot(rates, errors, look.marker + "-", color=look.colour, markersize=5, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(ticks := [0.25, 0.5, 1, 2, 4, 8], ["¼", "½", "best", "2", "4", "8"])
+    axes.set_xticks(ticks := [0.125, 0.25, 0.5, 1, 2, 4], ["⅛", "¼", "½", "best", "2", "4"])
     axes.set_xlim(ticks[0] / 1.1, ticks[-1] * 1.1)
     axes.set_yticks(ticks := [0.5, 1, 2, 5, 10, 20, 50, 100], [f"{tick:g} %" for tick in ticks])
     axes.yaxis.set_minor_locator(NullLocator())

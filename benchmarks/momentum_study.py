@@ -364,7 +364,7 @@ def summary(row: Entry, results: Results) -> Record:
     full = {lr: tried[lr] for lr in tried if len(tried[lr]) == row.seeds}
     if best in full:  # and maybe others, and all seeds are a better guide than one
         best = min(full, key=lambda lr: mean_cost(full[lr]))
-    chosen = tried[best]
+    chosen, between = tried[best], smooth_range(tried)
     found |= {
         "lr": best,
         "lr_at_edge": best in (rates[0], rates[-1]),
@@ -373,7 +373,7 @@ def summary(row: Entry, results: Results) -> Record:
         "wer_mean": round(mean(wers(chosen)), 6),
         "loss": round(mean(finals), 4) if (finals := losses(chosen)) else None,
         "range": round(usable_range(judged if row.search > 1 else tried), 3),
-        "smooth_range": round(curve, 2) if (curve := smooth_range(tried)) else None,
+        "smooth_range": between and [float(f"{lr:.3g}") for lr in between],
         "nan_at": [lr for lr in tried if any(record["nan"] for record in tried[lr])],
         "ms_per_step": median(record["ms_per_step"] for record in chosen),
         "state_bytes_per_parameter": chosen[0]["state_bytes_per_parameter"],
@@ -416,8 +416,8 @@ FAR = 8.0  # times the fewest errors: a rate that has more would bend the curve
 FEWEST_RATES = 4
 
 
-def smooth_range(tried: dict[float, list[Record]]) -> float | None:
-    """The same by a curve through all runs, since the lowest of several means is lucky.
+def smooth_range(tried: dict[float, list[Record]]) -> tuple[float, float] | None:
+    """The rates between which that holds by a curve, since the lowest of several means is lucky.
 
     The logarithm of the errors as a parabola in the logarithm of the rate, over the rates tried;
     None where too few rates come near the best, or a run has no error at all.
@@ -434,7 +434,7 @@ def smooth_range(tried: dict[float, list[Record]]) -> float | None:
     grid = np.linspace(rates.min(), rates.max(), 1001)
     curve = fitted(grid)
     inside = grid[curve <= curve.min() + math.log(1.25)]
-    return float(np.exp(inside[-1] - inside[0]))
+    return float(np.exp(inside[0])), float(np.exp(inside[-1]))
 
 
 def print_table(table: str, rows: Sequence[Entry], results: Results) -> None:
@@ -454,8 +454,7 @@ def print_table(table: str, rows: Sequence[Entry], results: Results) -> None:
             " ".join(f"{value:.1f}" for value in one["wer"]),
             *([spread(one.get("english_wer", []))] if is_tuned else []),
             "" if one["loss"] is None else f"{one['loss']:.3f}",
-            f"{one['range']:.2g} x"
-            + (f" ({curve:.2g} x)" if (curve := one["smooth_range"]) else ""),
+            f"{one['range']:.2g} x" + by_a_curve(one["smooth_range"]),
             f"{one['state_bytes_per_parameter']:.2f}",
             f"{one['ms_per_step']:.1f}",
             tried + nan,
@@ -463,6 +462,11 @@ def print_table(table: str, rows: Sequence[Entry], results: Results) -> None:
         print(f"| {' | '.join(cells)} |")
     if any(not one["complete"] for one in found):
         print("\n\\* not all rates or seeds yet")
+
+
+def by_a_curve(between: Sequence[float] | None) -> str:
+    """How far the rates are apart between which a curve stays low."""
+    return f" ({between[1] / between[0]:.2g} x)" if between else ""
 
 
 def spread(values: Sequence[float]) -> str:
