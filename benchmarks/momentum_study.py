@@ -423,12 +423,10 @@ def smooth_range(tried: dict[float, list[Record]]) -> tuple[float, float] | None
     None where too few rates come near the best, or a run has no error at all.
     """
     lowest = min(mean(wers(found)) for found in tried.values())
-    near = [
-        record for found in tried.values() if mean(wers(found)) <= FAR * lowest for record in found
-    ]
-    rates = np.log([record["run"]["lr"] for record in near])
-    errors = np.array(wers(near))
-    if len(set(rates)) < FEWEST_RATES or errors.min() <= 0.0:
+    near = {lr: wers(tried[lr]) for lr in tried if mean(wers(tried[lr])) <= FAR * lowest}
+    rates = np.log([lr for lr, own in near.items() for _ in own])
+    errors = np.concatenate([near[lr] for lr in near])
+    if len(near) < FEWEST_RATES or errors.min() <= 0.0:
         return None
     fitted = np.polynomial.Polynomial.fit(rates, np.log(errors), 2)
     grid = np.linspace(rates.min(), rates.max(), 1001)

@@ -438,7 +438,7 @@ def test_the_usable_range() -> None:
 def test_the_range_by_a_curve() -> None:
     """Errors that are a parabola, both axes logarithmic, and one rate that is far off."""
     errors = {lr: math.exp(0.5 * math.log(lr / 0.03) ** 2) for lr in (0.01, 0.02, 0.04, 0.08)}
-    tried = {lr: [{"run": {"lr": lr}, "wer": wer}] for lr, wer in {**errors, 0.4: 90.0}.items()}
+    tried = {lr: [{"wer": wer}] for lr, wer in {**errors, 0.4: 90.0}.items()}
     apart = math.exp(math.sqrt(math.log(1.25) / 0.5))
     expected = pytest.approx((0.03 / apart, 0.03 * apart), rel=0.01)
     assert momentum_study.smooth_range(tried) == expected

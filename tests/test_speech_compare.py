@@ -297,7 +297,7 @@ def trains(folder: Path) -> bool:
         return True
 
 
-def until(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
+def until(holds: Callable[[], bool], seconds: float = 120.0) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if holds():
@@ -307,36 +307,39 @@ def until(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals and locks of POSIX")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_comparison_that_is_stopped_leaves_no_training_behind(
-    tmp_path: Path, number: signal.Signals
+@pytest.mark.parametrize(
+    ("number", "to_all"),
+    [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, True)],
+    ids=["kill", "a scheduler", "Ctrl-C"],
+)
+def test_a_comparison_that_is_stopped_saves_and_leaves_no_training_behind(
+    tmp_path: Path, number: signal.Signals, to_all: bool
 ) -> None:
     out = tmp_path / "out"
     # One evaluation at its end: so the training would go on for long.
     options = ["--steps=20000", "--evaluate-every=20000"]
-    started = subprocess.Popen(
+    metrics = out / "runs" / "speech-lr0.02-steps20000-seed0" / "metrics.jsonl"
+    with subprocess.Popen(
         command(out, tmp_path / "cache", *options),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    metrics = out / "runs" / "speech-lr0.02-steps20000-seed0" / "metrics.jsonl"
-    try:
-        assert until(lambda: metrics.exists() and metrics.stat().st_size > 0)
-        assert trains(metrics.parent)
-        started.send_signal(number)  # to it alone
-        said, complained = started.communicate(timeout=60)
-        assert until(lambda: not trains(metrics.parent), 20.0)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(started.pid, signal.SIGKILL)  # whoever is left
+    ) as started:  # fmt: skip
+        try:
+            assert until(lambda: metrics.exists() and metrics.stat().st_size > 0)
+            assert trains(metrics.parent)
+            (os.killpg if to_all else os.kill)(started.pid, number)
+            said, complained = started.communicate(timeout=60)
+            assert until(lambda: not trains(metrics.parent), 20.0)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)  # whoever is left
     lines = said.splitlines()
     assert lines[0].startswith("synthesising speech: 10 utterances")
     assert "training 1 of 1: speech, lr 0.02, seed 0, 20000 steps …" in lines
-    if number == signal.SIGINT:
-        assert "the same command goes on" in lines[-1]
-        assert "Traceback" not in complained
-        [saved] = checkpoint.checkpoints(metrics.parent)  # though no evaluation was near
-        last = json.loads(metrics.read_text().splitlines()[-1])
-        assert checkpoint.load_training(saved)["step"] == last["step"] > 0
+    assert "the same command goes on" in lines[-1]
+    assert "Traceback" not in complained
+    [saved] = checkpoint.checkpoints(metrics.parent)  # though no evaluation was near
+    last = json.loads(metrics.read_text().splitlines()[-1])
+    assert checkpoint.load_training(saved)["step"] == last["step"] > 0
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals of POSIX")

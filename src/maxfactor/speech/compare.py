@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
-from contextlib import closing
+import threading
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -29,7 +31,7 @@ from maxfactor.speech.shards import write_whole
 from maxfactor.speech.train import DivergedError, Result, train
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from torch.optim import Optimizer
@@ -159,10 +161,24 @@ def compare(
         say: Is told a line for each training that begins or ends.
     """
     try:
-        return _compare(plan, out, jobs, cache, say)
+        with _sigterm_as_ctrl_c():
+            return _compare(plan, out, jobs, cache, say)
     except KeyboardInterrupt:
         say("stopped; what was trained is saved, and the same command goes on with it")
         raise
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """What `kill` and schedulers send stops a comparison as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may do this
+        yield
+        return
+    before: Any = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _compare(

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from contextlib import suppress
 from itertools import islice
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -15,6 +16,10 @@ from maxfactor.speech.audio import InputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
     from multiprocessing.context import SpawnProcess
+
+# Not SIGTERM, which a scheduler sends to all processes: a second one would end a training at once
+# that is about to save for the first.
+STOP: signal.Signals = getattr(signal, "SIGUSR1", signal.SIGTERM)  # Windows has no other
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -29,7 +34,7 @@ def in_processes(work: Callable[[T], R], items: Iterable[T], jobs: int) -> Gener
     """Yield what becomes of items as they end, each in a fresh process, `jobs` at the same time.
 
     `multiprocessing` has pools for this, but they wait forever for one that the system killed.
-    Whoever stops early sends SIGTERM to those that are under way, and waits for their end.
+    Whoever stops early sends STOP to those that are under way, and waits for their end.
 
     Args:
         work: What to do with an item, at the top of a module; InputError comes through.
@@ -49,7 +54,7 @@ def in_processes(work: Callable[[T], R], items: Iterable[T], jobs: int) -> Gener
             yield result
     finally:
         for one in under_way.values():
-            one.process.terminate()
+            _stop(one.process)
         for one in under_way.values():
             one.process.join()
 
@@ -61,6 +66,12 @@ def _started(work: Callable[[T], R], item: T) -> tuple[Connection, _UnderWay]:
     process.start()
     theirs.close()  # the process alone has it, so that with its end the answer ends
     return answer, _UnderWay(str(item), process)
+
+
+def _stop(process: SpawnProcess) -> None:
+    assert process.pid is not None
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, STOP)
 
 
 def _received(answer: Connection, one: _UnderWay) -> Any:

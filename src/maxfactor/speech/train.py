@@ -21,6 +21,7 @@ from maxfactor.speech.model import SIZES
 from maxfactor.speech.optimizers import check_cut, check_installed
 from maxfactor.speech.parallel import Alone, check_batch, started
 from maxfactor.speech.preparation import Prepared, prepare
+from maxfactor.speech.processes import STOP
 from maxfactor.speech.progress import Pace, Reporter, Silent
 from maxfactor.speech.settings import SETTINGS, Settings, check_same, find_device
 from maxfactor.speech.shards import check_writable, write_whole
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
     from maxfactor.speech.data import Batch
     from maxfactor.speech.evaluate import Evaluation
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what `kill` and schedulers send
+# Ctrl-C, what `kill` and schedulers send, and what a comparison sends to its trainings.
+STOPPING = tuple(dict.fromkeys((signal.SIGINT, signal.SIGTERM, STOP)))
 LOG_EVERY = 10  # steps
 MEMORIES = 50  # how often a training notes what FAM remembers
 
