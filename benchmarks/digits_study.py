@@ -12,8 +12,10 @@ benchmarks/results/digits_study.json and prints it as a table.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -45,7 +47,10 @@ Changes = tuple[tuple[str, float | str | FAM], ...]
 
 @dataclass(frozen=True)
 class Row:
-    """An optimizer and its rates; of a recipe what is changed, "KIND.SETTING" for some layers."""
+    """An optimizer and its rates, and what is changed.
+
+    Of a recipe of ours a setting, "KIND.SETTING" for some layers; of Muon an argument.
+    """
 
     name: str
     optimizer: str
@@ -182,6 +187,7 @@ ROWS = (
         for name in BY_SIGNS
     ),
     *(Row(peer, peer, RATES[peer]) for peer in ("adafactor", "adamw", "muon")),
+    Row("muon, memory of 0.9", "muon", RATES["muon"], (("momentum", 0.9),)),
 )
 
 
@@ -252,7 +258,7 @@ def runs_of(row: Row, options: argparse.Namespace) -> list[Run]:
 def word_errors(run: Run) -> tuple[Run, float]:
     """Train on one core; the word error rate in per cent."""
     torch.set_num_threads(1)
-    with mock.patch.dict(BY_KIND, changed(run.row)), variant(run.row.variant):
+    with changed(run.row), variant(run.row.variant):
         trainer = Trainer(run.settings, prepare(run.settings, run.cache, workers=1))
         batches = trainer.batches()
         try:
@@ -263,10 +269,19 @@ def word_errors(run: Run) -> tuple[Run, float]:
         return run, round(100.0 * trainer.evaluate().wer, 3)
 
 
-def changed(row: Row) -> dict[str, Recipe]:
+def changed(row: Row) -> AbstractContextManager[Any]:
+    """The context in which an optimizer is made as the row wants it."""
+    if row.optimizer in BY_KIND:
+        return mock.patch.dict(BY_KIND, {row.optimizer: changed_recipe(row)})
+    if row.changes:
+        arguments: dict[str, Any] = dict(row.changes)
+        muon = functools.partial(torch.optim.Muon, **arguments)
+        return mock.patch.object(torch.optim, "Muon", muon)
+    return nullcontext()
+
+
+def changed_recipe(row: Row) -> Recipe:
     """The recipe as the row wants it."""
-    if row.optimizer not in BY_KIND:
-        return {}
     recipe = BY_KIND[row.optimizer]
     common, by_kind = dict(recipe.common), {kind: dict(own) for kind, own in recipe.by_kind.items()}
     if row.variant is not None:  # which is a change of that backend
@@ -275,7 +290,7 @@ def changed(row: Row) -> dict[str, Recipe]:
         kind, _, setting = name.rpartition(".")
         settings = by_kind.setdefault(kind, {}) if kind else common
         settings[setting] = value
-    return {row.optimizer: Recipe(common, by_kind)}
+    return Recipe(common, by_kind)
 
 
 def summary(name: str, found: Mapping[Run, float]) -> Record:

@@ -235,19 +235,23 @@ def test_digits_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_recipes_of_the_digits_study() -> None:
     rows = {row.name: row for row in digits_study.ROWS}
     assert len(rows) == len(digits_study.ROWS)
-    changed = digits_study.changed(
+    changed = digits_study.changed_recipe(
         rows["fam, memory up to 0.88, norms and biases at a quarter of the rate"]
-    )["fam"]
+    )
     assert changed.settings("vector", 0.08)["lr"] == 0.02
     assert changed.settings("hidden", 0.08)["lr"] == 0.08
     assert changed.settings("hidden")["momentum"] == maxfactor.FAM(beta_max=0.88)
-    shorter = digits_study.changed(rows["speech, memory of 0.8"])["speech"]
+    shorter = digits_study.changed_recipe(rows["speech, memory of 0.8"])
     assert shorter.settings("hidden")["momentum"] == 0.8
     assert shorter.settings("hidden")["direction"] == "orthogonal"
-    clipped = digits_study.changed(rows["lean, clip of the update at 1.5"])["lean"]
+    assert shorter.settings("vector", 0.08)["lr"] == 0.08  # as at first
+    clipped = digits_study.changed_recipe(rows["lean, clip of the update at 1.5"])
     assert clipped.settings("hidden")["d"] == 1.5
     assert clipped.settings("vector", 0.08)["lr"] == 0.08
-    assert digits_study.changed(rows["adamw"]) == {}
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    for name, momentum in (("muon", 0.95), ("muon, memory of 0.9", 0.9)):
+        with digits_study.changed(rows[name]):
+            assert torch.optim.Muon([weight]).defaults["momentum"] == momentum
 
 
 def test_a_filter_of_one_number() -> None:
