@@ -1,6 +1,6 @@
 """A language model on a CPU: our recipes beside AdamW, Adafactor and Muon.
 
-    python benchmarks/language_study.py                   # an hour on two cores
+    python benchmarks/language_study.py                   # 40 minutes on two cores
     python benchmarks/language_study.py --only fam        # the other rows stay as they are
     python benchmarks/language_study.py --quick --out /tmp/language.json
 

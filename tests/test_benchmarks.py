@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import digits_study
 import fam_pictures
 import gpu_busy
+import language_study
 import maxfactor
 import momentum_study
 import speech_data
@@ -230,6 +231,33 @@ def test_digits_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     again = json.loads(out.read_text())["rows"]
     assert again[::2] == result["rows"]  # what was not run stays
     assert again[1]["name"] == "lean, clip of the update at 1.5"
+
+
+def test_language_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "language.json"
+    language_study.main(["--quick", "--only", "lean", "--jobs", "1", "--out", str(out)])
+    result = json.loads(out.read_text())
+    [row] = result["rows"]
+    assert 0.0 < row["bits"][0] < 10.0  # an untrained one has about 8
+    assert "| lean | 0.01 |" in capsys.readouterr().out
+    assert {"date", "machine", "versions", "command", "bytes"} <= result.keys()
+    assert str(tmp_path) not in out.read_text()
+
+
+def test_what_the_language_study_runs_next() -> None:
+    """All rates, one beyond the edge where the best lies, then the other seeds."""
+    rates = language_study.RATES["lean"]
+    done: dict[language_study.Run, dict[str, float]] = {}
+    first = language_study.missing("lean", done)
+    assert first == [language_study.Run("lean", lr) for lr in rates]
+    done |= {run: {"bits": 1.0 / run.lr} for run in first}
+    beyond = language_study.Run("lean", 2.0 * rates[-1])
+    assert language_study.missing("lean", done) == [beyond]
+    done[beyond] = {"bits": 99.0}
+    seeds = [language_study.Run("lean", rates[-1], seed) for seed in (1, 2)]
+    assert language_study.missing("lean", done) == seeds
+    done |= {run: {"bits": 1.0} for run in seeds}
+    assert language_study.missing("lean", done) == []
 
 
 def test_the_recipes_of_the_digits_study() -> None:
