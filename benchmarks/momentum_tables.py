@@ -411,8 +411,8 @@ def fam_table() -> list[Entry]:
     def rates_of(name: str) -> tuple[float, ...]:
         if "sign_max" in name:
             return 0.0025, 0.005, 0.01, 0.02
-        is_late = "up to 0.84," in name or "nesterov" in name
-        return (0.02, 0.04, 0.08) if is_late else (0.04, 0.08, 0.16)
+        is_low = "up to 0.84," in name or "nesterov" in name
+        return (0.02, 0.04, 0.08) if is_low else (0.04, 0.08, 0.16)
 
     return [
         first_fam(

@@ -214,7 +214,9 @@ def test_fam_pictures(tmp_path: Path) -> None:
     assert str(tmp_path) not in text
 
 
-def test_digits_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_digits_study(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two rows, then a third: those that were not run again stay as they are."""
     out = tmp_path / "digits.json"
     where = ["--out", str(out), "--cache", str(tmp_path / "cache")]
@@ -227,13 +229,19 @@ def test_digits_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert {"date", "machine", "versions", "command"} <= result.keys()
     assert socket.gethostname() not in text
     assert str(tmp_path) not in text
+    # Once in processes is enough.
+    monkeypatch.setattr(digits_study, "in_processes", lambda work, runs, _: map(work, runs))
     digits_study.main(["--quick", "--only", "lean, clip.* 1.5", "--jobs", "1", *where])
     again = json.loads(out.read_text())["rows"]
     assert again[::2] == result["rows"]  # what was not run stays
     assert again[1]["name"] == "lean, clip of the update at 1.5"
 
 
-def test_language_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_language_study(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, which has imported transformers already."""
+    monkeypatch.setattr(language_study, "in_processes", lambda work, runs, _: map(work, runs))
     out = tmp_path / "language.json"
     language_study.main(["--quick", "--only", "lean", "--jobs", "1", "--out", str(out)])
     result = json.loads(out.read_text())
