@@ -322,6 +322,7 @@ def test_a_comparison_that_is_stopped_saves_and_leaves_no_training_behind(
     with subprocess.Popen(
         command(out, tmp_path / "cache", *options),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # others run beside it
     ) as started:  # fmt: skip
         try:
             assert until(lambda: metrics.exists() and metrics.stat().st_size > 0)
