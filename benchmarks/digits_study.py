@@ -11,10 +11,7 @@ benchmarks/results/digits_study.json and prints it as a table.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,22 +22,18 @@ from unittest import mock
 import torch
 
 from maxfactor import FAM
-from maxfactor.bench.step_time import circumstances
 from maxfactor.recipes import BY_KIND, Recipe
 from maxfactor.speech.preparation import prepare
 from maxfactor.speech.processes import in_processes
 from maxfactor.speech.settings import Settings
 from maxfactor.speech.trainer import Trainer
 from momentum_variants import variant
-from touch_tones_study import to_json
+from rows import Record, chosen, command_line, keep
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Mapping, Sequence
 
-Record = dict[str, Any]  # a part of a JSON file
-
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "digits_study.json"
 SEEDS = 3
 Changes = tuple[tuple[str, float | str | FAM], ...]
 
@@ -206,38 +199,22 @@ class Run:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, write, print."""
     options = parsed(arguments)
-    rows = [row for row in ROWS if re.search(options.only, row.name)]
+    names = chosen(options, (row.name for row in ROWS))
+    rows = [row for row in ROWS if row.name in names]
     runs = [run for row in rows for run in runs_of(row, options)]
     prepare(runs[0].settings, options.cache, workers=options.jobs)  # before they all want it
     found: dict[Run, float] = {}
     for run, wer in in_processes(word_errors, runs, options.jobs):
         print(f"{run}: {wer:.2f} %", flush=True)
         found[run] = wer
-    known = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
-    new = {
-        row.name: summary(row.name, {run: found[run] for run in runs if run.row == row})
-        for row in rows
-    }
-    all_rows = {row["name"]: row for row in known} | new
-    record = {
-        "command": "python benchmarks/digits_study.py" + " --quick" * options.quick,
-        **circumstances("cpu"),
-        "rows": [all_rows[row.name] for row in ROWS if row.name in all_rows],
-    }
-    options.out.write_text(to_json(record))
-    print(markdown(record))
+    new = [summary(row.name, {run: found[run] for run in runs if run.row == row}) for row in rows]
+    print(markdown(keep(options, "digits_study", (row.name for row in ROWS), new)))
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="", help="rows, by a regular expression")
-    parser.add_argument("--jobs", type=int, default=2, help="trainings side by side")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON file")
+    parser = command_line(__doc__, "digits_study")
     parser.add_argument("--cache", type=Path, help="folder of synthesised speech")
-    parser.add_argument("--quick", action="store_true", help="a smoke test of a few seconds")
     return parser.parse_args(arguments)
 
 

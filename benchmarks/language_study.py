@@ -13,35 +13,27 @@ benchmarks/results/language_study.json and prints it as a table.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import math
-import re
 import sysconfig
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from maxfactor.bench.step_time import circumstances
 from maxfactor.speech.optimizers import default_clip, make_optimizer
 from maxfactor.speech.processes import in_processes
+from rows import Record, chosen, command_line, keep
 from speech_runs import rate_factor, state_bytes
-from touch_tones_study import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Record = dict[str, Any]  # a part of a JSON file
-
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "language_study.json"
 SEEDS = 3
 MOST_RATES = 6  # with those beyond the edge of the ones given
 UNSEEN = 20  # every so many-th file is kept for validation
@@ -85,42 +77,23 @@ class Run:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, write, print."""
-    options = parsed(arguments)
-    names = [name for name in RATES if re.search(options.only, name)]
+    options = command_line(__doc__, "language_study").parse_args(arguments)
+    names = chosen(options, RATES)
     next_runs = quick_runs if options.quick else missing
     done: dict[Run, Record] = {}
     while runs := [run for name in names for run in next_runs(name, done)]:
         for run, found in in_processes(trained, runs, options.jobs):
             print(f"{run}: {found['bits']:.4f} bits, {found['seconds']:.0f} s", flush=True)
             done[run] = found
-        keep(options, names, done)
-    print(markdown(json.loads(options.out.read_text())))
-
-
-def keep(options: argparse.Namespace, names: Sequence[str], done: dict[Run, Record]) -> None:
-    """Write what is known; rows that were not run stay."""
-    known = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
-    rows = {row["name"]: row for row in known} | {name: summary(name, done) for name in names}
-    train, unseen = corpus()
-    record = {
-        "command": "python benchmarks/language_study.py" + " --quick" * options.quick,
-        **circumstances("cpu"),
-        "bytes": {"train": len(train), "unseen": len(unseen)},
-        "rows": [rows[name] for name in RATES if name in rows],
-    }
-    options.out.write_text(to_json(record))
-
-
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="", help="optimizers, by a regular expression")
-    parser.add_argument("--jobs", type=int, default=2, help="trainings side by side")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON file")
-    parser.add_argument("--quick", action="store_true", help="a smoke test of a few seconds")
-    return parser.parse_args(arguments)
+        train, unseen = corpus()
+        record = keep(
+            options,
+            "language_study",
+            RATES,
+            [summary(name, done) for name in names],
+            bytes={"train": len(train), "unseen": len(unseen)},
+        )
+    print(markdown(record))
 
 
 def missing(name: str, done: dict[Run, Record]) -> list[Run]:
@@ -232,20 +205,15 @@ def summary(name: str, done: dict[Run, Record]) -> Record:
     own = {run: found for run, found in done.items() if run.optimizer == name}
     first = {run.lr: found["bits"] for run, found in own.items() if run.seed == 0}
     best = min(first, key=lambda lr: first[lr])
-    chosen = [found for run, found in sorted_by_seed(own) if run.lr == best]
+    best_runs = [own[run] for run in sorted(own, key=lambda run: run.seed) if run.lr == best]
     return {
         "name": name,
         "lr": best,
-        "bits": [found["bits"] for found in chosen],
+        "bits": [found["bits"] for found in best_runs],
         "tried": {f"{lr:g}": first[lr] for lr in sorted(first)},
-        "seconds": [found["seconds"] for found in chosen],
-        "state_bytes_per_parameter": chosen[0]["state_bytes_per_parameter"],
+        "seconds": [found["seconds"] for found in best_runs],
+        "state_bytes_per_parameter": best_runs[0]["state_bytes_per_parameter"],
     }
-
-
-def sorted_by_seed(runs: dict[Run, Record]) -> list[tuple[Run, Record]]:
-    """Runs and what they came to."""
-    return sorted(runs.items(), key=lambda item: item[0].seed)
 
 
 def markdown(record: Record) -> str:

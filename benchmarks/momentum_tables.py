@@ -132,7 +132,7 @@ def vectors_table() -> list[Entry]:
             **LONG,
         },
     )
-    own = replace(first_speech("FAM up to 0.92, no clip", rates, search=3, by_kind=LONG), seeds=6)
+    own = first_speech("FAM up to 0.92, no clip", rates, search=3, seeds=6, by_kind=LONG)
     before = first_speech(
         "others factored, initial scale, share 1, vectors current",
         rates,
@@ -214,7 +214,7 @@ def range_table() -> list[Entry]:
         entry("adamw, clip 1", "adamw", adamw, search=3, clip=1.0),
         entry("speech", "speech", finer, search=6, seeds=6),
         entry("speech, ten times its best rate", "speech", (0.4,)),
-        replace(first_speech("speech at first", ours, search=6), seeds=6),
+        first_speech("speech at first", ours, search=6, seeds=6),
         first_speech("speech at first, EMA 0.95", ours, search=3, by_kind=LONG),
         entry(smaller, "speech", ours[2:5], search=3, by_kind=HALF_QUARTER),
         entry("fam", "fam", (0.01, 0.02, 0.04, 0.08, 0.16)),
@@ -533,8 +533,8 @@ def finetune_table() -> list[Entry]:
             seeds = 3 if name == "muon" else most
             clip = 1.0 if name == "adamw" else None
             found.append(entry(f"{task}: {name}", name, rates, 3, seeds, clip=clip, **settings))
-        before = first_speech(f"{task}: speech at first", judged["speech"], 3, **settings)
-        found.append(replace(before, seeds=most))
+        before = f"{task}: speech at first"
+        found.append(first_speech(before, judged["speech"], 3, seeds=most, **settings))
         if settings["train"] == 600:
             found += [
                 entry(f"{task}: {name}", name, own, **settings) for name, own in beside.items()

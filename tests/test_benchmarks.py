@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -214,6 +214,10 @@ def test_fam_pictures(tmp_path: Path) -> None:
     assert str(tmp_path) not in text
 
 
+def in_this_process(work: Callable[[Any], Any], runs: list[Any], _jobs: int) -> Iterator[Any]:
+    return map(work, runs)
+
+
 def test_digits_study(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +234,7 @@ def test_digits_study(
     assert socket.gethostname() not in text
     assert str(tmp_path) not in text
     # Once in processes is enough.
-    monkeypatch.setattr(digits_study, "in_processes", lambda work, runs, _: map(work, runs))
+    monkeypatch.setattr(digits_study, "in_processes", in_this_process)
     digits_study.main(["--quick", "--only", "lean, clip.* 1.5", "--jobs", "1", *where])
     again = json.loads(out.read_text())["rows"]
     assert again[::2] == result["rows"]  # what was not run stays
@@ -241,7 +245,7 @@ def test_language_study(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this process, which has imported transformers already."""
-    monkeypatch.setattr(language_study, "in_processes", lambda work, runs, _: map(work, runs))
+    monkeypatch.setattr(language_study, "in_processes", in_this_process)
     out = tmp_path / "language.json"
     language_study.main(["--quick", "--only", "lean", "--jobs", "1", "--out", str(out)])
     result = json.loads(out.read_text())

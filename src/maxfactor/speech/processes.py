@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import threading
-from contextlib import suppress
 from itertools import islice
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -69,8 +68,8 @@ def _started(work: Callable[[T], R], item: T) -> tuple[Connection, _UnderWay]:
 
 
 def _stop(process: SpawnProcess) -> None:
-    assert process.pid is not None
-    with suppress(ProcessLookupError):
+    if process.is_alive():  # else its number may be another's by now
+        assert process.pid is not None
         os.kill(process.pid, STOP)
 
 
