@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import problem
-from maxfactor import MaxFactor, recipe
+from maxfactor import MaxFactor, for_model, recipe
 
 VERSIONS = ["0.1", "0.2", "0.3", "1.0"]
 by_version = pytest.mark.parametrize("version", VERSIONS)
@@ -194,3 +194,20 @@ def test_8_the_gradient_is_never_written(
         with ForbidGradWrites(param.grad):
             optimizer.step()
         assert torch.equal(param.grad, grad)
+
+
+@pytest.mark.parametrize("recipe_name", ["1.0", "lean", "fam", "speech"])
+@pytest.mark.parametrize("out", [1, 4])
+def test_channels_last_convolutions_step(recipe_name: str, out: int) -> None:
+    """Their stack is not contiguous where there is one output channel; the step is the same."""
+    weights = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(16, out, 3).to(memory_format=memory_format)
+        optimizer = for_model(model, recipe=recipe_name)
+        for _ in range(3):
+            model(torch.ones(2, 16, 5, 5)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(model.weight.detach())
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-5, atol=1e-6)

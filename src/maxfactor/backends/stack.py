@@ -105,8 +105,9 @@ class Stack:
         return moments
 
     def _stacked(self, tensors: list[Tensor], m: int, n: int) -> Tensor:
-        """A float32 copy, (k, m, n)."""
-        return torch.stack(tensors).reshape(len(tensors), m, n).to(torch.float32)
+        """A contiguous float32 copy, (k, m, n); a stack of channels_last tensors is not."""
+        stacked = torch.stack(tensors).reshape(len(tensors), m, n)
+        return stacked.to(torch.float32).contiguous()
 
     def _rms(self, batch: Tensor) -> Tensor:
         return self._norms(batch) / math.sqrt(self.m * self.n)
