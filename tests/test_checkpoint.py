@@ -135,17 +135,42 @@ def test_foreign_checkpoints(
         assert_unchanged(optimizer, before)
 
 
-def test_other_optimizers_and_groups_are_refused() -> None:
+@by_class
+@pytest.mark.parametrize("stepped", [True, False])
+@pytest.mark.parametrize("other", ["Adafactor", "AdamW", "ASGD", "Rprop", "SGD"])
+def test_other_optimizers_are_refused(cls: type[Any], other: str, stepped: bool) -> None:
+    """By our mark: the settings and the state of some would fit."""
     model = net()
-    adam = torch.optim.AdamW(model.parameters())
-    inject(list(model.parameters()), 0)
-    adam.step()
+    foreign = getattr(torch.optim, other)(model.parameters())
+    if stepped:
+        inject(list(model.parameters()), 0)
+        foreign.step()
+    optimizer = cls(model.parameters())
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=r"group 0 was saved by another optimizer, not by maxf"):
+        optimizer.load_state_dict(foreign.state_dict())
+    assert_unchanged(optimizer, before)
+
+
+def test_a_later_format_and_a_damaged_setting_are_refused() -> None:
+    model = net()
     optimizer = MaxFactor(model.parameters())
-    with pytest.raises(ValueError, match=r"group 0 was saved from another .*eps must be a pair"):
-        optimizer.load_state_dict(adam.state_dict())
-    saved = adam.state_dict()
-    del saved["param_groups"][0]["eps"]
-    with pytest.raises(ValueError, match=r"holds \['exp_avg', .*'param_0'.*another optimizer"):
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["made_by"] = "maxfactor.MaxFactor/99"
+    with pytest.raises(ValueError, match=r"MaxFactor/99'.* reads 'maxfactor.MaxFactor/1'"):
+        optimizer.load_state_dict(saved)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["eps"] = 1e-8
+    with pytest.raises(ValueError, match=r"group 0 are damaged: eps must be a pair"):
+        optimizer.load_state_dict(saved)
+
+
+def test_other_groups_and_states_are_refused() -> None:
+    model = net()
+    optimizer = MaxFactor(model.parameters())
+    saved = optimizer.state_dict()
+    saved["state"] = {0: {"exp_avg": torch.zeros(())}}
+    with pytest.raises(ValueError, match=r"holds \['exp_avg'\].*'param_0'.*another optimizer"):
         optimizer.load_state_dict(saved)
     split = MaxFactor([{"params": [p]} for p in model.parameters()])
     with pytest.raises(ValueError, match="4 parameter groups, this optimizer has 1"):
@@ -154,12 +179,12 @@ def test_other_optimizers_and_groups_are_refused() -> None:
 
 @pytest.mark.parametrize("lr", [None, 0.01])
 def test_one_of_ours_is_refused_by_the_other(lr: float | None) -> None:
-    """Their states have the same keys and shapes; only the settings tell them apart."""
+    """Their states have the same keys and shapes; only the mark tells them apart."""
     model = net()
     makes = (MaxFactor(model.parameters()), Adafactor(model.parameters(), lr=lr))
     for mine, other in (makes, makes[::-1]):
         before = snapshot(mine)
-        with pytest.raises(ValueError, match=r"saved from another optimizer than \w+, which has"):
+        with pytest.raises(ValueError, match=r"was saved by 'maxfactor\.\w+/1', not by maxf"):
             mine.load_state_dict(other.state_dict())
         assert_unchanged(mine, before)
 

@@ -60,6 +60,7 @@ class Adafactor(FactoredOptimizer):
     """
 
     hyper_class = AdafactorHyper
+    made_by = "maxfactor.Adafactor"
 
     def __init__(
         self,

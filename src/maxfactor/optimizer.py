@@ -31,8 +31,8 @@ Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple
 
 _STEPS = {"plain": plain.step, "foreach": foreach.step, "sharded": sharded.step}
 
-# Settings that tell checkpoints of MaxFactor and of Adafactor apart, whose states look alike.
-MARKS = {"gamma", "relative_step"}
+MARK = "made_by"  # the key under which every group says whose state it has, and in which format
+STATE_FORMAT = 1
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -41,6 +41,7 @@ class FactoredOptimizer(Optimizer):
     """What MaxFactor and Adafactor share: everything but their settings."""
 
     hyper_class: ClassVar[type[Hyper]]
+    made_by: ClassVar[str]  # the name in a checkpoint, also for subclasses
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         self.hyper_class.from_group(defaults)  # a wrong argument is refused before anything else
@@ -55,6 +56,7 @@ class FactoredOptimizer(Optimizer):
             for name in self.hyper_class.names():
                 group.setdefault(name, self.defaults[name])
             group.update({name: self.defaults[name] for name in Execution.names()})
+            group[MARK] = self._mark
         self._has_fixed_momentum = [*map(has_fixed_momentum, self.param_groups)]
 
     def _reset(self) -> None:
@@ -82,7 +84,7 @@ class FactoredOptimizer(Optimizer):
                     f"give {name} to {type(self).__name__} itself"
                 )
         hyper = self.hyper_class.from_group({**self.defaults, **group})
-        super().add_param_group({**group, **hyper.as_group()})
+        super().add_param_group({**group, **hyper.as_group(), MARK: self._mark})
         try:
             for name, param in self._named_group(len(self.param_groups) - 1):
                 _check_parameter(name, param)
@@ -169,6 +171,10 @@ class FactoredOptimizer(Optimizer):
             found_inf=getattr(self, "found_inf", None),
         )
         self._stepped = fused.owners
+
+    @property
+    def _mark(self) -> str:
+        return f"{self.made_by}/{STATE_FORMAT}"
 
     @property
     def _execution(self) -> Execution:
@@ -308,6 +314,8 @@ class FactoredOptimizer(Optimizer):
                 f"{sorted(map(str, loaded))[:5]}; give what optimizer.state_dict() returned"
             )
         saved_groups = loaded["param_groups"]
+        for index, saved in enumerate(saved_groups):
+            self._check_mark(index, saved)
         if len(saved_groups) != len(self.param_groups):
             raise ValueError(
                 f"the checkpoint has {len(saved_groups)} parameter groups, this optimizer has "
@@ -331,16 +339,29 @@ class FactoredOptimizer(Optimizer):
         return states
 
     def _saved_hyper(self, index: int, saved: dict[str, Any]) -> Hyper:
-        """The settings of a checkpoint's group, or say that they are another optimizer's."""
-        whose = f"the checkpoint's group {index} was saved from another optimizer than "
-        if foreign := sorted((MARKS & saved.keys()) - set(self.hyper_class.names())):
-            raise ValueError(
-                f"{whose}{type(self).__name__}, which has no {foreign[0]}; load it into that one"
-            )
+        """The settings of a checkpoint's group."""
         try:
             return self._hyper_of({**self.defaults, **saved})
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{whose}{type(self).__name__}, or spoiled: {error}") from error
+            raise ValueError(
+                f"the settings in the checkpoint's group {index} are damaged: {error}"
+            ) from error
+
+    def _check_mark(self, index: int, saved: dict[str, Any]) -> None:
+        """Refuse a group that another optimizer saved, or a later version of this one."""
+        found = saved.get(MARK)
+        if found == self._mark:
+            return
+        if str(found).split("/")[0] == self.made_by:
+            raise ValueError(
+                f"the checkpoint's group {index} is marked {found!r}, and this version of "
+                f"maxfactor reads {self._mark!r}; load it with the version that saved it"
+            )
+        whose = "another optimizer" if found is None else repr(found)
+        raise ValueError(
+            f"the checkpoint's group {index} was saved by {whose}, not by {self.made_by}; load it "
+            "into the optimizer that saved it"
+        )
 
     @staticmethod
     def _check_length(
@@ -419,7 +440,8 @@ class MaxFactor(FactoredOptimizer):
         kappa_bounds: Lower and upper bound of (1).
         step_rule: "relative" for (2) and (3); "ramp" for version 0.2's
             alpha = min(lr, max(eps2, RMS(W)) * min(1e-6 * t, 1/sqrt(t))).
-        decay_by: What scales the decay in (4): "lr", or "step_size" for alpha.
+        decay_by: What scales the decay in (4): "lr"; "relative_step" for rho of (2), so that decay
+            falls as the step does; or "step_size" for alpha. Version 0.2.
         vector_direction: "sign_max" for (9), "update" to move vectors by U itself.
         momentum: None; a number in [0, 1), the memory beta of (12); or `FAM(...)`, which sets it
             for each tensor by how predictable the gradient is.
@@ -459,6 +481,7 @@ class MaxFactor(FactoredOptimizer):
     """
 
     hyper_class = MaxFactorHyper
+    made_by = "maxfactor.MaxFactor"
 
     def __init__(
         self,
