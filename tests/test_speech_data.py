@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import tracemalloc
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -236,6 +238,24 @@ def test_every_voice_is_there(espeak: Espeak) -> None:
         samples, rate = espeak.say("ja", voice, 170, 50)
         assert rate == 22_050
         assert len(samples) > 2_000
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_inside_the_callback_is_not_lost(number: signal.Signals) -> None:
+    """ctypes drops what a callback raises, and the synthesis went on."""
+
+    class Interrupted(Espeak):
+        def _collect(self, samples: Any, count: int, events: Any) -> int:
+            signal.raise_signal(number)
+            return super()._collect(samples, count, events)
+
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Interrupted(Location.find()).say("one two", "gmw/en-US", 180, 50)
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
 
 
 def test_unknown_voice_is_refused(espeak: Espeak) -> None:

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -162,8 +163,10 @@ class Espeak:
             library.espeak_SetParameter(_PITCH, pitch, 0)
             self._pieces.clear()
             encoded = text.encode() + b"\0"
-            status = library.espeak_Synth(encoded, len(encoded), 0, 0, 0, _UTF8, None, None)
-            if status != 0 or library.espeak_Synchronize() != 0 or not self._pieces:
+            with _deferred_signals():
+                status = library.espeak_Synth(encoded, len(encoded), 0, 0, 0, _UTF8, None, None)
+                status = status or library.espeak_Synchronize()
+            if status != 0 or not self._pieces:
                 raise InputError(f"espeak-ng cannot say {text!r} with the voice {voice!r}")
             return np.frombuffer(b"".join(self._pieces), np.int16), sample_rate
 
@@ -196,6 +199,31 @@ class Espeak:
         if count > 0:
             self._pieces.append(ctypes.string_at(samples, 2 * count))
         return 0  # go on
+
+
+@contextmanager
+def _deferred_signals() -> Iterator[None]:
+    """Hold back Ctrl-C and SIGTERM until C has returned.
+
+    Their handlers raise. ctypes drops what is raised inside a callback, so the signal would be
+    lost. Only the main thread handles signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    before = {
+        number: signal.signal(number, lambda caught, _: held.append(caught))
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if callable(signal.getsignal(number))
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in dict.fromkeys(held):
+            signal.raise_signal(number)
 
 
 def render(utterance: Utterance, espeak: Espeak) -> Spoken:
