@@ -7,6 +7,7 @@ missing (`make test-gpu` takes the Python that is there), the files that import 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib.util import find_spec
@@ -24,6 +25,11 @@ if not torch.cuda.is_available():
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 torch.set_num_threads(1)
+
+# A script starts its background jobs with SIGINT ignored, and so would be all processes that tests
+# start and then interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MISSING = [name for name in ("jiwer", "soundfile", "typer") if find_spec(name) is None]
 collect_ignore_glob = ["test_benchmarks.py", "test_speech_*.py"] if MISSING else []
