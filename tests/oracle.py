@@ -47,7 +47,7 @@ _COMMON: dict[str, object] = {
     "kappa_range": (0.0, math.inf),  # (1) is clamped to this
     "slow_start": False,  # 0.2's own (3)
     "min_lr": 0.0,
-    "decay_by": "lr",  # (4): "lr" or "alpha"
+    "decay_by": "lr",  # (4): "lr", "alpha" or "rho"
     "eps_rms": None,  # given: replaces mean_eps, and is added to the floors
     "clip_threshold": 0.0,  # 0 = off
     "vector_sign": True,  # (9'): sign(U) * max|U|, else U
@@ -196,7 +196,7 @@ def one_step(
     alpha = step_size(rule, lr, t, size)
     u, wanted = np.zeros_like(w), None
     if w.size > 0:
-        decay = lr if rule.decay_by == "lr" else alpha
+        decay = {"lr": lr, "alpha": alpha, "rho": relative_step(rule, lr, t)}[rule.decay_by]
         w = _float64((1.0 - decay * rule.weight_decay) * w)  # (4)
         state = {**state, **statistics(rule, state, g, t, rows, cols)}
         orthogonal = rule.direction == "orthogonal" and w.ndim > 1
@@ -222,8 +222,12 @@ def step_size(rule: Rule, lr: float, t: int, rms_w: float) -> float:
     scale = max(rule.eps[1], rms_w)
     if rule.slow_start:
         return min(lr, scale * min(1e-6 * t, 1.0 / math.sqrt(t)))  # (3) of 0.2
-    rho = max(rule.min_lr, min(lr, 1.0 / math.sqrt(t)))  # (2)
-    return rho * scale if lr > 0.0 else 0.0  # (3); min_lr counts only where lr > 0
+    return relative_step(rule, lr, t) * scale  # (3)
+
+
+def relative_step(rule: Rule, lr: float, t: int) -> float:
+    """Rho; min_lr counts only where lr > 0."""
+    return max(rule.min_lr, min(lr, 1.0 / math.sqrt(t))) if lr > 0.0 else 0.0  # (2)
 
 
 def statistics(rule: Rule, state: State, g: Array, t: int, rows: Axes, cols: Axes) -> State:

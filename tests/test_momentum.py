@@ -84,8 +84,8 @@ def oracle_names(settings: dict[str, Any]) -> dict[str, Any]:
         found["kappa_range"] = found.pop("kappa_bounds")
     if "vector_direction" in found:
         found["vector_sign"] = found.pop("vector_direction") == "sign_max"
-    if found.get("decay_by") == "step_size":
-        found["decay_by"] = "alpha"
+    if "decay_by" in found:
+        found["decay_by"] = {"step_size": "alpha", "relative_step": "rho"}[found["decay_by"]]
     return found
 
 

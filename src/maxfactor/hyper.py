@@ -32,7 +32,7 @@ FLOAT32_TINY = torch.finfo(torch.float32).tiny
 
 FACTORINGS = ("auto", "last")
 STEP_RULES = ("relative", "ramp")
-DECAY_RULES = ("lr", "step_size")
+DECAY_RULES = ("lr", "step_size", "relative_step")
 VECTOR_DIRECTIONS = ("sign_max", "update")
 DIRECTIONS = ("sign_max", "factored", "orthogonal")
 SCALES = ("current", "initial")

@@ -78,7 +78,7 @@ def maxfactor(param: Tensor, grad: Tensor, state: State, hyper: MaxFactorHyper) 
 
     size, kept = weight_size(rms(w), state.get("initial_rms"), t)
     alpha = step_size(size, t, lr, hyper)  # (2) (3), W before decay
-    w = w * (1 - (lr if hyper.decay_by == "lr" else alpha) * hyper.weight_decay)  # (4)
+    w = w * (1 - decay_rate(alpha, t, lr, hyper) * hyper.weight_decay)  # (4)
     if "variance" in state:
         v = state["variance"].view_as(g)
         moments = {"variance": hyper.gamma * v + (1 - hyper.gamma) * g * g}  # (5')
@@ -136,9 +136,19 @@ def step_size(size: Scalar, t: Scalar, lr: Scalar, hyper: MaxFactorHyper) -> Sca
     size = larger(size, hyper.eps2)
     if hyper.step_rule == "ramp":  # version 0.2: the cap is on the product
         return smaller(size * smaller(RAMP_PER_STEP * t, t**-0.5), lr)
-    rho = smaller(lr, t**-0.5)  # (2)
-    rho = larger(rho, hyper.min_lr) * (lr > 0)  # a rate of 0 stays 0, whatever min_lr says
-    return rho * size  # (3)
+    return relative_step(t, lr, hyper) * size  # (3)
+
+
+def relative_step(t: Scalar, lr: Scalar, hyper: MaxFactorHyper) -> Scalar:
+    """Equation (2): rho = min(lr, 1/sqrt(t)). A rate of 0 stays 0, whatever `min_lr` says."""
+    return larger(smaller(lr, t**-0.5), hyper.min_lr) * (lr > 0)  # (2)
+
+
+def decay_rate(alpha: Scalar, t: Scalar, lr: Scalar, hyper: MaxFactorHyper) -> Scalar:
+    """What `weight_decay` is multiplied by in (4)."""
+    if hyper.decay_by == "relative_step":
+        return relative_step(t, lr, hyper)
+    return lr if hyper.decay_by == "lr" else alpha
 
 
 def factored_variance(moments: State, hyper: MaxFactorHyper) -> Tensor:

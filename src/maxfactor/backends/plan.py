@@ -110,6 +110,7 @@ def flags_of(work: Part) -> int:
         bits["BOOSTED"] = hyper.is_boosted_scalar(work.numel)
         bits["RAMP"] = hyper.step_rule == "ramp"
         bits["DECAY_BY_LR"] = hyper.decay_by == "lr"
+        bits["DECAY_BY_RHO"] = hyper.decay_by == "relative_step"
     elif isinstance(hyper, AdafactorHyper):
         bits |= {"ADAFACTOR": True, "MAX_NORM": True, "ABSOLUTE": not hyper.relative_step}
         bits["DECAY_BY_LR"] = hyper.lr is not None

@@ -176,7 +176,7 @@ def rates(size: Scalar, t: Scalar, hyper: Hyper) -> tuple[Scalar, Scalar]:
         assert isinstance(hyper, MaxFactorHyper)
         lr = host_scalar(hyper.lr)
         alpha = rule.step_size(size, t, lr, hyper)
-        decay = (lr if hyper.decay_by == "lr" else alpha) * hyper.weight_decay
+        decay = rule.decay_rate(alpha, t, lr, hyper) * hyper.weight_decay
     return alpha, 1.0 if hyper.weight_decay == 0.0 else 1 - decay
 
 

@@ -98,7 +98,8 @@ OF_ROWS, OF_COLS, OF_TENSOR, OF_EMPTY = constants(4)
     BOOSTED,  # version 0.3's rule for a single value
     ADAFACTOR,
     RAMP,  # version 0.2's step size
-    DECAY_BY_LR,
+    DECAY_BY_LR,  # else by alpha, or
+    DECAY_BY_RHO,  # by the relative step
     ABSOLUTE,  # Adafactor's step size is lr itself
     STOCHASTIC,  # rounding
     FACTORED,  # direction "factored": U divided by its RMS where that is more than d
@@ -106,6 +107,6 @@ OF_ROWS, OF_COLS, OF_TENSOR, OF_EMPTY = constants(4)
     WHITENS,  # orthogonal
     ADAPTIVE,  # FAM, with sums of its own
     INITIAL,  # the step size is scaled by the RMS(W) of the beginning
-) = (tl.constexpr(1 << bit) for bit in range(16))
+) = (tl.constexpr(1 << bit) for bit in range(17))
 INFINITY_BITS = tl.constexpr(0x7F800000)
 TINY = tl.constexpr(1.1754943508222875e-38)  # smallest normal float32

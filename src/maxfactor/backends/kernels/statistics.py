@@ -21,6 +21,7 @@ from maxfactor.backends.kernels.layout import (
     COLS,
     COUNT_EPS,
     DECAY_BY_LR,
+    DECAY_BY_RHO,
     DENSE,
     DOWN,
     EPS2,
@@ -306,6 +307,7 @@ def tensor_scalars(entry, setting, squares, scalars, skip):
     alpha = tl.where((flags & RAMP) != 0, tl.minimum(size * tl.minimum(1e-6 * t, root), lr), alpha)
     alpha = tl.where((flags & ABSOLUTE) != 0, lr, alpha)
     decay = tl.where((flags & DECAY_BY_LR) != 0, lr, alpha)
+    decay = tl.where((flags & DECAY_BY_RHO) != 0, tl.where(lr > 0.0, rho, 0.0), decay)
     place = scalars + tl.load(entry + OWNER) * SCALARS
     if skip == 0:  # else nothing is moved by it, and what was used last is still to be told
         tl.store(place + ALPHA, alpha)
