@@ -203,7 +203,8 @@ def test_channels_last_convolutions_step(recipe_name: str, out: int) -> None:
     weights = []
     for memory_format in (torch.contiguous_format, torch.channels_last):
         torch.manual_seed(0)
-        model = torch.nn.Conv2d(16, out, 3).to(memory_format=memory_format)
+        model = torch.nn.Conv2d(16, out, 3)
+        model.to(memory_format=memory_format)  # type: ignore[call-overload]
         optimizer = for_model(model, recipe=recipe_name)
         for _ in range(3):
             model(torch.ones(2, 16, 5, 5)).square().sum().backward()

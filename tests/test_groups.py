@@ -282,9 +282,9 @@ def test_fam() -> None:
 def test_speech() -> None:
     found = settings_by_kind("speech", "direction", "momentum", "nesterov", "weight_decay", "lr")
     adaptive = asdict(FAM(beta_max=0.92))
-    others = ["factored", adaptive, False, 0.1, 0.02]
+    others = ["factored", adaptive, False, 0.03, 0.02]
     assert found == {
-        "hidden": ["orthogonal", 0.9, True, 0.1, 0.02],
+        "hidden": ["orthogonal", 0.9, True, 0.03, 0.02],
         "embedding": others,
         "head": others,
         "vector": ["factored", adaptive, False, 0.0, 0.005],
@@ -293,6 +293,23 @@ def test_speech() -> None:
     scales = settings_by_kind("speech", "scale")
     assert scales.pop("vector") == ["current"]
     assert all(scale == ["initial"] for scale in scales.values())
+
+
+@pytest.mark.parametrize("name", ["fam", "speech"])
+def test_decay_does_not_outgrow_the_step(name: str) -> None:
+    """4 000 steps of noise at a constant rate: weights keep their size, and the move falls."""
+    torch.manual_seed(0)
+    layer = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False), torch.nn.Linear(16, 4))
+    weight, optimizer = layer[0].weight, for_model(layer, recipe=name, lr=0.2)
+    first, moves = weight.detach().norm().item(), {}
+    for t in range(1, 4001):
+        before = weight.detach().clone()
+        for param in layer.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        moves[t] = ((weight.detach() - before).norm() / before.norm()).item()
+    assert 0.5 < weight.detach().norm().item() / first < 10.0
+    assert sum(moves[t] for t in range(3901, 4001)) < 0.6 * sum(moves[t] for t in range(101, 201))
 
 
 @pytest.mark.parametrize("name", ["fam", "speech"])

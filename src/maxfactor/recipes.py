@@ -88,6 +88,7 @@ BY_KIND: dict[str, Recipe] = {
             "momentum": FAM(beta_max=0.84),
             "momentum_dtype": "int8",
             "lr": 0.04,
+            "decay_by": "relative_step",
             "direction": "factored",
             "d": math.inf,  # (10) has bounded what the filter takes in
         },
@@ -104,7 +105,8 @@ BY_KIND: dict[str, Recipe] = {
             "momentum": FAM(beta_max=0.92),
             "momentum_dtype": "int8",
             "lr": 0.02,
-            "weight_decay": 0.1,
+            "weight_decay": 0.03,
+            "decay_by": "relative_step",
             "direction": "factored",
             "d": math.inf,
             "scale": "initial",

@@ -222,8 +222,8 @@ def _deferred_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in dict.fromkeys(held):
-            signal.raise_signal(number)
+        for caught in dict.fromkeys(held):
+            signal.raise_signal(caught)
 
 
 def render(utterance: Utterance, espeak: Espeak) -> Spoken:
