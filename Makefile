@@ -12,7 +12,7 @@ test: install  ## lint, types, tests: what CI runs
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 demo: install  ## a small Whisper on synthesised digits, AdamW beside it, and a report
-	$(BIN)/maxfactor compare --optimizers speech,adamw --same-time --out out/demo --cache out/speech
+	$(BIN)/maxfactor compare --optimizers quality,adamw --same-time --out out/demo --cache out/speech
 
 test-gpu:  ## the tests that need a GPU, with the Python that has torch for it
 	PYTHONPATH=src $(PYTHON) -m pytest tests -m gpu -p no:cacheprovider -p no:benchmark

@@ -31,13 +31,13 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, ones
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import maxfactor
-from maxfactor.backends.deal import balanced
-from maxfactor.bench.shapes import MODELS, Shape, elements, shapes
-from maxfactor.bench.step_time import circumstances, write
-from maxfactor.hyper import AdafactorHyper, MaxFactorHyper
-from maxfactor.orthogonal import steps_at_a_time
+from maxfactor.distributed.owner_exchange import balanced
 from maxfactor.recipes import find_recipe
+from maxfactor.rule.newton_schulz import steps_at_a_time
+from maxfactor.settings import AdafactorHyper, MaxFactorHyper
 from maxfactor.state import factoring
+from maxfactor_speech.bench.shapes import MODELS, Shape, elements, shapes
+from maxfactor_speech.bench.step_time import circumstances, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -23,10 +23,10 @@ import torch
 
 from maxfactor import FAM
 from maxfactor.recipes import BY_KIND, Recipe
-from maxfactor.speech.preparation import prepare
-from maxfactor.speech.processes import in_processes
-from maxfactor.speech.settings import Settings
-from maxfactor.speech.trainer import Trainer
+from maxfactor_speech.preparation import prepare
+from maxfactor_speech.processes import in_processes
+from maxfactor_speech.settings import Settings
+from maxfactor_speech.trainer import Trainer
 from momentum_variants import variant
 from rows import Record, chosen, command_line, keep
 

@@ -31,11 +31,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from maxfactor import FAM
-from maxfactor.bench.step_time import circumstances
-from maxfactor.speech import synth
-from maxfactor.speech.preparation import prepare
-from maxfactor.speech.settings import Settings
-from maxfactor.speech.trainer import Trainer
+from maxfactor_speech import synth
+from maxfactor_speech.bench.step_time import circumstances
+from maxfactor_speech.preparation import prepare
+from maxfactor_speech.settings import Settings
+from maxfactor_speech.trainer import Trainer
 from touch_tones_study import to_json
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from maxfactor.fam import Spectrum
+    from maxfactor.rule.fam import Spectrum
 
 Record = dict[str, Any]  # a part of a JSON file
 

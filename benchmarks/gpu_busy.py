@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from maxfactor.bench.step_time import circumstances, write
-from maxfactor.speech.audio import SAMPLE_RATE
-from maxfactor.speech.data import Order
-from maxfactor.speech.preparation import Prepared, prepare
-from maxfactor.speech.settings import Settings
-from maxfactor.speech.train import LOG_EVERY, train_until
-from maxfactor.speech.trainer import Trainer
+from maxfactor_speech.audio import SAMPLE_RATE
+from maxfactor_speech.bench.step_time import circumstances, write
+from maxfactor_speech.data import Order
+from maxfactor_speech.preparation import Prepared, prepare
+from maxfactor_speech.settings import Settings
+from maxfactor_speech.train import LOG_EVERY, train_until
+from maxfactor_speech.trainer import Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

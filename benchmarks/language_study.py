@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from maxfactor.speech.optimizers import default_clip, make_optimizer
-from maxfactor.speech.processes import in_processes
+from maxfactor_speech.optimizers import default_clip, make_optimizer
+from maxfactor_speech.processes import in_processes
 from rows import Record, chosen, command_line, keep
 from speech_runs import rate_factor, state_bytes
 

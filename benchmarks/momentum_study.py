@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from maxfactor.bench.step_time import circumstances, write
+from maxfactor_speech.bench.step_time import circumstances, write
 from momentum_tables import TABLES, Entry, entries_of
 from momentum_variants import variant
 from side_by_side import Workers, shared_gpu

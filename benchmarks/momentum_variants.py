@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from maxfactor import fam
-from maxfactor.backends import filtered
-from maxfactor.fam import CORRECTION, band_betas, next_sums
-from maxfactor.momentum import Memory
-from maxfactor.orthogonal import unit_norm
+from maxfactor.backends.torch import filtered
+from maxfactor.rule.fam import CORRECTION, band_betas, next_sums
+from maxfactor.rule.momentum import Memory
+from maxfactor.rule.newton_schulz import unit_norm
 
 if TYPE_CHECKING:
-    from maxfactor.rule import Scalar
+    from maxfactor.rule.reference import Scalar
 
 BASIS_SEED = 0
 

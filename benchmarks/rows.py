@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxfactor.bench.step_time import circumstances
+from maxfactor_speech.bench.step_time import circumstances
 from touch_tones_study import to_json
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxfactor.bench.step_time import circumstances, write
-from maxfactor.speech.audio import SAMPLE_RATE
-from maxfactor.speech.data import Order, training_batches
-from maxfactor.speech.preparation import task_codec
-from maxfactor.speech.synth import Script, synthesise
+from maxfactor_speech.audio import SAMPLE_RATE
+from maxfactor_speech.bench.step_time import circumstances, write
+from maxfactor_speech.data import Order, training_batches
+from maxfactor_speech.preparation import task_codec
+from maxfactor_speech.synth import Script, synthesise
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import maxfactor
-from maxfactor.hyper import Execution
-from maxfactor.speech import corpus, synth
-from maxfactor.speech.data import collate
-from maxfactor.speech.features import HOP, log_mel
+from maxfactor.settings import Execution
+from maxfactor_speech import corpus, synth
+from maxfactor_speech.data import collate
+from maxfactor_speech.features import HOP, log_mel
 from momentum_variants import variant
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import WhisperForConditionalGeneration
 
-    from maxfactor.speech.model import Codec
-    from maxfactor.speech.shards import Spoken
+    from maxfactor_speech.model import Codec
+    from maxfactor_speech.shards import Spoken
 
 Record = dict[str, Any]  # what is known of a run, as JSON has it
 
@@ -185,7 +185,7 @@ def load_features(speech: Speech, cache: Path, device: torch.device) -> Features
 @functools.lru_cache(maxsize=1)
 def study_codec() -> Codec:
     """The characters of all languages, so that one model can learn another language."""
-    from maxfactor.speech.model import Codec
+    from maxfactor_speech.model import Codec
 
     return Codec.build(
         {unit for language in corpus.DIGITS for unit in corpus.alphabet("sentences", language)}
@@ -348,7 +348,7 @@ class FeatureSets:
 
 def new_model(run: Run, cache: Path, device: torch.device) -> WhisperForConditionalGeneration:
     """A Whisper with random weights of the run's seed, or with those of the English one."""
-    from maxfactor.speech.model import Size, whisper
+    from maxfactor_speech.model import Size, whisper
 
     torch.manual_seed(run.seed)
     model = whisper(study_codec(), Size(*SIZES[run.size]), MODEL_SECONDS, MAX_TOKENS)
@@ -398,7 +398,7 @@ class Training:
 
     def gradients(self) -> None:
         """Forward and backward; new gradients each time, which a graph then keeps for itself."""
-        from maxfactor.speech.model import loss_of
+        from maxfactor_speech.model import loss_of
 
         for param in self.params:
             param.grad = None
@@ -557,7 +557,7 @@ def make_optimizers(
     if run.optimizer == "lion":
         return [Lion(by_decay(params, 0.1), run.lr)], True
     if run.optimizer in ("adafactor", "muon"):  # both read numbers on the host
-        from maxfactor.speech.optimizers import make_optimizer
+        from maxfactor_speech.optimizers import make_optimizer
 
         optimizers = make_optimizer(model, run.optimizer, run.lr)
         optimizers[0].param_groups[0].update(run.settings)
@@ -624,7 +624,7 @@ class Lion(Optimizer):
 
 def word_error_rate(model: WhisperForConditionalGeneration, data: Features) -> float:
     """Word errors in per cent of the words, by greedy decoding."""
-    from maxfactor.speech.evaluate import in_batches, transcribe
+    from maxfactor_speech.evaluate import in_batches, transcribe
 
     dtype = torch.bfloat16 if data.features.is_cuda else None
     hypotheses: list[str] = []

@@ -7,7 +7,7 @@ python benchmarks/step_time.py --optimizers MaxFactor AdamW --out benchmarks/res
 
 from __future__ import annotations
 
-from maxfactor.bench.step_time import main
+from maxfactor_speech.bench.step_time import main
 
 if __name__ == "__main__":
     main()

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 import maxfactor
-from maxfactor.bench.step_time import circumstances, state_bytes, write
+from maxfactor_speech.bench.step_time import circumstances, state_bytes, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

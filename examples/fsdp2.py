@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Set up what torchrun started."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--recipe", default="speech")
+    parser.add_argument("--recipe", default="quality")
     parser.add_argument("--checkpoint", type=Path, help="a folder to save to and to go on from")
     options = parser.parse_args(argv)
     if options.steps < 1:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cases import Problem
 from maxfactor import MaxFactor, rule
-from maxfactor.rule import MaxFactorHyper
+from maxfactor.rule.reference import MaxFactorHyper
 
 BF16_ITERATION = 0.2  # how far values of an orthogonal direction may be off on a GPU, 2 % even more
 

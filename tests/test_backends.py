@@ -12,10 +12,10 @@ from torch import Tensor
 
 from cases import ADAFACTOR_VARIANTS, SHAPES, VARIANTS, NewTensors, no_host_sync, problem
 from maxfactor import Adafactor, MaxFactor, recipe, rule
-from maxfactor.backends import foreach, plain
-from maxfactor.hyper import AdafactorHyper, Hyper, MaxFactorHyper
+from maxfactor.backends.step_io import Work
+from maxfactor.backends.torch import foreach, plain
 from maxfactor.optimizer import FactoredOptimizer
-from maxfactor.work import Work
+from maxfactor.settings import AdafactorHyper, Hyper, MaxFactorHyper
 
 VERSIONS = ["0.1", "0.2", "0.3", "1.0"]
 BACKENDS = {"plain": plain.step, "blocks": plain.step, "foreach": foreach.step}
@@ -97,7 +97,12 @@ def compare(
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_maxfactor(version: str, variant: str, backend: str) -> None:
-    compare(MaxFactor, recipe(version) | VARIANTS[variant], list(SHAPES.values()), backend)
+    compare(
+        MaxFactor,
+        recipe(f"published-{version}") | VARIANTS[variant],
+        list(SHAPES.values()),
+        backend,
+    )
 
 
 @pytest.mark.parametrize("variant", ADAFACTOR_VARIANTS)
@@ -120,7 +125,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.parametrize("version", ["0.2", "1.0"])
 def test_maxfactor_in_blocks(version: str, variant: str, kind: str) -> None:
-    compare(MaxFactor, recipe(version) | VARIANTS[variant], LARGE, kind, rtol=2e-6)
+    compare(MaxFactor, recipe(f"published-{version}") | VARIANTS[variant], LARGE, kind, rtol=2e-6)
 
 
 @pytest.mark.parametrize("kind", ["plain", "foreach"])
@@ -327,7 +332,7 @@ def test_too_many_in_a_row(backend: str) -> None:
     ("cls", "settings"),
     [
         (MaxFactor, {}),
-        (MaxFactor, recipe("0.2")),
+        (MaxFactor, recipe("published-0.2")),
         (MaxFactor, {"eps": (0.1, 1e-3)}),
         (MaxFactor, {"max_norm": False}),
         (Adafactor, {}),
@@ -370,7 +375,9 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devic
 @pytest.mark.parametrize("step_on_device", [False, True])
 def test_cuda(step_on_device: bool, dtype: torch.dtype, backend: str) -> None:
     """The same as on the CPU, and without the check no wait for the device."""
-    settings: list[Hyper] = [MaxFactorHyper(**recipe(version)) for version in VERSIONS]
+    settings: list[Hyper] = [
+        MaxFactorHyper(**recipe(f"published-{version}")) for version in VERSIONS
+    ]
     settings += [AdafactorHyper(seed=1), AdafactorHyper(lr=torch.tensor(0.01, device="cuda"))]
     shapes = [*SHAPES.values(), (300, 777)]
     for hyper in settings:

@@ -24,9 +24,9 @@ import momentum_study
 import speech_data
 import speech_runs
 import training_step
-from maxfactor.bench import shapes, step_time
-from maxfactor.cli import app
-from maxfactor.speech.model import loss_of
+from maxfactor_speech.bench import shapes, step_time
+from maxfactor_speech.cli import app
+from maxfactor_speech.model import loss_of
 from momentum_tables import TABLES, Entry, entries_of, entry
 from momentum_variants import variant
 

@@ -218,11 +218,11 @@ def test_other_names_are_loaded_by_order() -> None:
 
 def test_a_checkpoint_without_a_newer_setting_takes_its_default() -> None:
     model = net()
-    optimizer = MaxFactor(model.parameters(), **recipe("0.3"))
+    optimizer = MaxFactor(model.parameters(), **recipe("published-0.3"))
     train(optimizer, list(model.parameters()), range(2))
     saved = optimizer.state_dict()
     del saved["param_groups"][0]["kappa_bounds"]
-    fresh = MaxFactor(model.parameters(), **recipe("0.3"))
+    fresh = MaxFactor(model.parameters(), **recipe("published-0.3"))
     fresh.load_state_dict(saved)
     assert fresh.param_groups[0]["kappa_bounds"] == (0.001, 0.999)
     train(fresh, list(model.parameters()), range(2, 3))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import collectives
-from maxfactor.bench import shapes
+from maxfactor_speech.bench import shapes
 from ranks import Ranks, mesh_of
 
 
@@ -28,7 +28,7 @@ def test_messages_are_as_predicted(four: Ranks, mesh: list[int]) -> None:
     for contender in collectives.CONTENDERS:
         row = collectives.row_of(task, contender, [found[contender] for found in ranks])
         assert row["as_predicted"], row
-        assert len(row["messages"]) <= (4 if contender == "speech" else 3)
+        assert len(row["messages"]) <= (4 if contender == "quality" else 3)
 
 
 def adafactor_of_torch() -> list[dict[str, str]] | None:
@@ -64,7 +64,7 @@ def test_the_cost_model() -> None:
     assert collectives.tree(5) == pytest.approx(6 * a)
     seconds = collectives.seconds(found[0], 4, collectives.ring)
     assert seconds == pytest.approx(6 * a + 1.5 * first / collectives.BANDWIDTH)
-    most = collectives.busiest({"hidden.0": (4, 6), "hidden.1": (2, 8)}, "speech", 4)
+    most = collectives.busiest({"hidden.0": (4, 6), "hidden.1": (2, 8)}, "quality", 4)
     assert most.elements == 24
     assert most.seconds(4, 2) == pytest.approx(2 * (3 * a + 36 / collectives.BANDWIDTH))
 

@@ -69,7 +69,7 @@ def test_adafactor() -> None:
 
 def test_rows() -> None:
     model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8), nn.Linear(8, 50))
-    rows = for_model(model, recipe="speech", lr=0.5).describe()
+    rows = for_model(model, recipe="quality", lr=0.5).describe()
     assert [row.group for row in rows] == ["hidden", "embedding", "head", "vector"]
     assert [row.tensors for row in rows] == [1, 1, 1, 2]
     assert [row.parameters for row in rows] == [64, 400, 400, 58]

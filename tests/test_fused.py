@@ -88,7 +88,7 @@ STEPS = 4 if DEVICE == "cuda" else 3
 
 @pytest.mark.parametrize(("version", "variant"), PAIRS)
 def test_maxfactor(version: str, variant: str) -> None:
-    arguments = recipe(version) | VARIANTS[variant]
+    arguments = recipe(f"published-{version}") | VARIANTS[variant]
     cases = {name: problem(shape, steps=STEPS) for name, shape in ALL.items()}
     optimizer, params = run(MaxFactor, cases, arguments, STEPS)
     compare(optimizer, params, expected(cases, rule.MaxFactorHyper(**arguments), STEPS))
@@ -226,7 +226,7 @@ def test_skipped_replays_are_an_error_when_asked() -> None:
     optimizer.step()
     optimizer.check_skipped()
     assert optimizer._fused is not None
-    layout = pytest.importorskip("maxfactor.backends.kernels.layout")
+    layout = pytest.importorskip("maxfactor.backends.triton.kernels.layout")
     optimizer._fused.status[layout.IN_A_ROW.value] = 20  # as after 19 replays
     with pytest.raises(FloatingPointError, match=r"20 steps in a row .* of 'third' is not finite"):
         optimizer.check_skipped()
@@ -356,7 +356,7 @@ def test_launches(
     launches: int,
 ) -> None:
     """As many as the README says, however many tensors there are."""
-    module = pytest.importorskip("maxfactor.backends.fused")
+    module = pytest.importorskip("maxfactor.backends.triton.step")
     seen: list[Any] = []
     for name in ("statistics", "finalize", "maxima", "filtered", "rescale", "apply"):
         monkeypatch.setattr(module, name, Counted(getattr(module, name), seen))

@@ -20,7 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from cases import no_host_sync, problem
 from maxfactor import Adafactor, MaxFactor, recipe
-from maxfactor.placement import local
+from maxfactor.distributed.placement import local
 from ranks import Ranks
 
 pytest.importorskip("triton")
@@ -28,7 +28,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 RUNS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "1.0": (MaxFactor, {}),
-    "0.2": (MaxFactor, recipe("0.2")),
+    "0.2": (MaxFactor, recipe("published-0.2")),
     "adafactor": (Adafactor, {}),
     "fam": (MaxFactor, {"momentum": {"warmup": 2, "theta": 0.8}, "scale": "initial"}),
     "orthogonal": (MaxFactor, {"momentum": 0.9, "nesterov": True, "direction": "orthogonal"}),
@@ -158,8 +158,8 @@ SETTINGS: dict[str, tuple[type[Any], dict[str, Any], Layout]] = {
     # Without floors max R is of no consequence.
     "1.0 rows": (MaxFactor, {"eps": (1.0, 0.5)}, (0,)),
     "1.0 columns": (MaxFactor, {}, (1,)),
-    "0.2 columns": (MaxFactor, recipe("0.2"), (1,)),
-    "0.3 rows": (MaxFactor, recipe("0.3"), (0,)),
+    "0.2 columns": (MaxFactor, recipe("published-0.2"), (1,)),
+    "0.3 rows": (MaxFactor, recipe("published-0.3"), (0,)),
     "last": (MaxFactor, {"factor": "last", "d": 0.2, "scale": "initial"}, (2,)),
     "dense": (MaxFactor, {"full_matrix": True, "maximize": True}, (1,)),
     "adafactor rows": (Adafactor, {}, (0,)),

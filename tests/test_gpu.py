@@ -15,7 +15,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 SETTINGS: dict[str, tuple[type[Any], dict[str, Any]]] = {
-    **{version: (MaxFactor, recipe(version)) for version in ["0.1", "0.2", "0.3", "1.0"]},
+    **{
+        version: (MaxFactor, recipe(f"published-{version}"))
+        for version in ["0.1", "0.2", "0.3", "1.0"]
+    },
     "adafactor": (Adafactor, {}),
     "adafactor lr": (Adafactor, {"lr": 0.01}),
 }

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from cases import no_host_sync
-from maxfactor.speech import checkpoint, train
-from maxfactor.speech.evaluate import Evaluation
-from maxfactor.speech.graphs import UpdateGraph
-from maxfactor.speech.preparation import Prepared
-from maxfactor.speech.settings import Settings
-from maxfactor.speech.trainer import Trainer, repeatable
+from maxfactor_speech import checkpoint, train
+from maxfactor_speech.evaluate import Evaluation
+from maxfactor_speech.graphs import UpdateGraph
+from maxfactor_speech.preparation import Prepared
+from maxfactor_speech.settings import Settings
+from maxfactor_speech.trainer import Trainer, repeatable
 from noise import prepared, weights
 
 pytestmark = [
@@ -34,7 +34,7 @@ BASE = Settings(
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 @pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("optimizer", ["speech", "fam", "adamw"])
+@pytest.mark.parametrize("optimizer", ["quality", "fast", "adamw"])
 def test_a_stopped_training_goes_on_to_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, graphs: bool, dtype: str
 ) -> None:
@@ -67,7 +67,7 @@ def _failing(given: Prepared, after: int, monkeypatch: pytest.MonkeyPatch) -> Pr
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
-@pytest.mark.parametrize("optimizer", ["adamw", "speech", "fam", "lean", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "quality", "fast", "lean", "muon"])
 def test_graphs_compute_what_steps_do(optimizer: str, accumulated: int) -> None:
     """With a learning rate that changes in each step, and Muon, whose steps are not captured."""
     settings = replace(BASE, optimizer=optimizer, grad_accum=accumulated, steps=8)
@@ -88,7 +88,7 @@ def test_graphs_compute_what_steps_do(optimizer: str, accumulated: int) -> None:
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("optimizer", ["speech", "fam", "lean", "adamw"])
+@pytest.mark.parametrize("optimizer", ["quality", "fast", "lean", "adamw"])
 def test_a_step_does_not_wait_for_the_device(optimizer: str, graphs: bool) -> None:
     trainer = Trainer(replace(BASE, optimizer=optimizer, cuda_graphs=graphs), prepared())
     batches = trainer.batches()
@@ -103,7 +103,7 @@ def test_a_step_does_not_wait_for_the_device(optimizer: str, graphs: bool) -> No
 
 
 def test_a_graph_that_skips_every_step_is_given_up() -> None:
-    trainer = Trainer(replace(BASE, optimizer="fam", steps=40), prepared())
+    trainer = Trainer(replace(BASE, optimizer="fast", steps=40), prepared())
     batches = trainer.batches()
     next(trainer.model.parameters()).data.fill_(float("nan"))
     own = next(batches)

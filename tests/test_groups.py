@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import weight_norm
 
 from maxfactor import FAM, MaxFactor, for_model, recipe
-from maxfactor.hyper import MaxFactorHyper
 from maxfactor.recipes import BY_KIND, RECIPES, Recipe
+from maxfactor.settings import MaxFactorHyper
 
 
 def groups_of(model: nn.Module) -> dict[str, list[str]]:
-    optimizer = for_model(model, recipe="1.0")
+    optimizer = for_model(model, recipe="published-1.0")
     return {group["kind"]: group["param_names"] for group in optimizer.param_groups}
 
 
@@ -230,7 +230,7 @@ def test_flat_parameters_are_refused() -> None:
         device_id=torch.device("cpu"),
     )
     with pytest.raises(ValueError, match=r"'1' is wrapped by .* shard with .*fully_shard"):
-        for_model(nn.Sequential(nn.Linear(2, 2), flat), recipe="1.0")
+        for_model(nn.Sequential(nn.Linear(2, 2), flat), recipe="published-1.0")
 
 
 # --------------------------------------------------------------------- names and settings
@@ -238,7 +238,7 @@ def test_flat_parameters_are_refused() -> None:
 
 def test_names_reach_errors() -> None:
     model = Decoder()
-    optimizer = for_model(model, recipe="1.0", nonfinite="raise")
+    optimizer = for_model(model, recipe="published-1.0", nonfinite="raise")
     model.positions.grad = torch.full_like(model.positions, torch.nan)
     with pytest.raises(FloatingPointError, match="'positions' is not finite"):
         optimizer.step()
@@ -268,7 +268,9 @@ def test_lean() -> None:
 
 
 def test_fam() -> None:
-    found = settings_by_kind("fam", "direction", "momentum", "momentum_dtype", "weight_decay", "lr")
+    found = settings_by_kind(
+        "fast", "direction", "momentum", "momentum_dtype", "weight_decay", "lr"
+    )
     common = ["factored", asdict(FAM(beta_max=0.84)), "int8"]
     assert found == {
         "hidden": [*common, 0.01, 0.04],
@@ -276,11 +278,11 @@ def test_fam() -> None:
         "head": [*common, 0.01, 0.02],
         "vector": [*common, 0.0, 0.01],
     }
-    assert all(d == [math.inf] for d in settings_by_kind("fam", "d").values())
+    assert all(d == [math.inf] for d in settings_by_kind("fast", "d").values())
 
 
 def test_speech() -> None:
-    found = settings_by_kind("speech", "direction", "momentum", "nesterov", "weight_decay", "lr")
+    found = settings_by_kind("quality", "direction", "momentum", "nesterov", "weight_decay", "lr")
     adaptive = asdict(FAM(beta_max=0.92))
     others = ["factored", adaptive, False, 0.03, 0.02]
     assert found == {
@@ -289,13 +291,13 @@ def test_speech() -> None:
         "head": others,
         "vector": ["factored", adaptive, False, 0.0, 0.005],
     }
-    assert all(d == [math.inf] for d in settings_by_kind("speech", "d").values())
-    scales = settings_by_kind("speech", "scale")
+    assert all(d == [math.inf] for d in settings_by_kind("quality", "d").values())
+    scales = settings_by_kind("quality", "scale")
     assert scales.pop("vector") == ["current"]
     assert all(scale == ["initial"] for scale in scales.values())
 
 
-@pytest.mark.parametrize("name", ["fam", "speech"])
+@pytest.mark.parametrize("name", ["fast", "quality"])
 def test_decay_does_not_outgrow_the_step(name: str) -> None:
     """4 000 steps of noise at a constant rate: weights keep their size, and the move falls."""
     torch.manual_seed(0)
@@ -312,7 +314,7 @@ def test_decay_does_not_outgrow_the_step(name: str) -> None:
     assert sum(moves[t] for t in range(3901, 4001)) < 0.6 * sum(moves[t] for t in range(101, 201))
 
 
-@pytest.mark.parametrize("name", ["fam", "speech"])
+@pytest.mark.parametrize("name", ["fast", "quality"])
 def test_a_recipe_by_layers_needs_a_model(name: str) -> None:
     with pytest.raises(ValueError, match=r"different layers; use maxfactor.for_model\(model, rec"):
         recipe(name)
@@ -329,21 +331,21 @@ def test_a_tensor_lr_is_followed_by_every_group_or_refused() -> None:
     tensor = torch.tensor(0.5)
     groups = for_model(Decoder(), recipe="lean", lr=tensor).param_groups
     assert all(group["lr"] is tensor for group in groups)
-    message = r"recipe 'fam' takes shares of it \(embedding 0.5, head 0.5, vector 0.25\)"
+    message = r"recipe 'fast' takes shares of it \(embedding 0.5, head 0.5, vector 0.25\)"
     with pytest.raises(ValueError, match=message):
-        for_model(Decoder(), recipe="fam", lr=tensor)
+        for_model(Decoder(), recipe="fast", lr=tensor)
 
 
 def test_another_momentum_takes_the_look_ahead_away() -> None:
     for momentum in (None, FAM(bands=2)):
-        found = settings_by_kind("speech", "nesterov", "direction", momentum=momentum)
+        found = settings_by_kind("quality", "nesterov", "direction", momentum=momentum)
         assert found["hidden"] == [False, "orthogonal"]
-    found = settings_by_kind("speech", "nesterov", "momentum", momentum=0.8)
+    found = settings_by_kind("quality", "nesterov", "momentum", momentum=0.8)
     assert found["hidden"] == [True, 0.8]
     assert found["embedding"] == [False, 0.8]
 
 
-@pytest.mark.parametrize("recipe", ["fam", "speech"])
+@pytest.mark.parametrize("recipe", ["fast", "quality"])
 def test_without_momentum_the_update_is_clipped_again(recipe: str) -> None:
     """Only the filter's input is bounded."""
     assert all(d == [1.0] for d in settings_by_kind(recipe, "d", momentum=None).values())
@@ -355,14 +357,16 @@ def test_without_momentum_the_update_is_clipped_again(recipe: str) -> None:
 
 
 def test_a_group_added_later_has_the_common_settings() -> None:
-    optimizer = for_model(Decoder(), recipe="speech")
+    optimizer = for_model(Decoder(), recipe="quality")
     optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(3, 2)))]})
     assert optimizer.param_groups[-1]["momentum"] == asdict(FAM(beta_max=0.92))
     assert optimizer.param_groups[-1]["direction"] == "factored"
 
 
 def test_overrides() -> None:
-    optimizer = for_model(Decoder(), recipe="1.0", lr=0.5, weight_decay=0.3, d=2.0, foreach=True)
+    optimizer = for_model(
+        Decoder(), recipe="published-1.0", lr=0.5, weight_decay=0.3, d=2.0, foreach=True
+    )
     for group in optimizer.param_groups:
         assert group["lr"] == 0.5
         assert group["d"] == 2.0
@@ -372,16 +376,16 @@ def test_overrides() -> None:
 
 def test_a_tensor_as_lr_stays_the_callers() -> None:
     lr = torch.tensor(0.1)
-    optimizer = for_model(Decoder(), recipe="1.0", lr=lr)
+    optimizer = for_model(Decoder(), recipe="published-1.0", lr=lr)
     assert all(group["lr"] is lr for group in optimizer.param_groups)
 
 
 def test_kinds_go_through_checkpoints() -> None:
-    optimizer = for_model(Decoder(), recipe="1.0")
+    optimizer = for_model(Decoder(), recipe="published-1.0")
     saved = copy.deepcopy(optimizer.state_dict())
     kinds = [group["kind"] for group in saved["param_groups"]]
     assert kinds == ["hidden", "embedding", "head", "vector"]
-    other = for_model(Decoder(), recipe="1.0")
+    other = for_model(Decoder(), recipe="published-1.0")
     other.load_state_dict(saved)
     assert [group["kind"] for group in other.param_groups] == kinds
 
@@ -393,7 +397,7 @@ def test_kinds_go_through_checkpoints() -> None:
         (nn.Linear(2, 2).requires_grad_(False), {}, ValueError, "no trainable parameters"),
         (nn.Linear(2, 2).parameters(), {}, TypeError, "must be a torch.nn.Module, got generator"),
         (nn.LazyLinear(2), {}, ValueError, "'weight' has no shape yet; run one batch"),
-        (nn.Linear(2, 2), {"recipe": "2.0"}, ValueError, "unknown recipe '2.0'; known.*'1.0'"),
+        (nn.Linear(2, 2), {"recipe": "2.0"}, ValueError, "unknown recipe '2.0'; known.*'published-1.0'"),
         (
             nn.Linear(2, 2),
             {"weigth_decay": 0.1},
@@ -401,15 +405,15 @@ def test_kinds_go_through_checkpoints() -> None:
             "no setting 'weigth_decay'; known settings: beta2_decay, .*fused, .*weight_decay",
         ),
         (nn.Linear(2, 2), {"params": []}, TypeError, "no setting 'params'"),
-        (nn.Linear(2, 2), {"recipe": "speech", "lr": "1e-3"}, TypeError, "lr must be a number"),
+        (nn.Linear(2, 2), {"recipe": "quality", "lr": "1e-3"}, TypeError, "lr must be a number"),
         (nn.Linear(2, 2), {"lr": -1.0}, ValueError, "lr must be finite and not negative"),
         (
             nn.Linear(2, 2),
-            {"recipe": "speech", "clip_threshold": 1.0},
+            {"recipe": "quality", "clip_threshold": 1.0},
             ValueError,
             "clip_threshold=1.0 cannot be combined with momentum",
         ),
-        (nn.Linear(2, 2), {"recipe": "speech", "nesterov": True}, ValueError, "nesterov=False"),
+        (nn.Linear(2, 2), {"recipe": "quality", "nesterov": True}, ValueError, "nesterov=False"),
         (nn.Linear(2, 2), {"d": 0.0}, ValueError, "d must be positive"),
         (nn.Linear(2, 2, dtype=torch.complex64), {}, TypeError, "'weight' is torch.complex64"),
     ],
@@ -418,4 +422,4 @@ def test_bad_input(
     model: Any, settings: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        for_model(model, **{"recipe": "1.0", **settings})
+        for_model(model, **{"recipe": "published-1.0", **settings})

@@ -209,7 +209,7 @@ def test_groups(
 ) -> None:
     with torch.device(device):
         model = build()
-    groups = groups_of(model, recipe="1.0")
+    groups = groups_of(model, recipe="published-1.0")
     vectors = groups.pop("vector")
     assert groups == expected
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -220,13 +220,13 @@ def test_groups(
 
 
 def test_a_tied_head_is_an_embedding() -> None:
-    groups = groups_of(llama(tied=True), recipe="1.0")
+    groups = groups_of(llama(tied=True), recipe="published-1.0")
     assert groups["embedding"] == ["model.embed_tokens.weight"]
     assert "head" not in groups
 
 
 def test_a_model_without_a_head() -> None:
-    groups = groups_of(llama().get_submodule("model"), recipe="1.0")
+    groups = groups_of(llama().get_submodule("model"), recipe="published-1.0")
     assert "head" not in groups
     assert "layers.0.self_attn.k_proj.weight" in groups["hidden"]
 
@@ -247,12 +247,12 @@ def test_a_transposed_linear_as_head() -> None:
 def test_a_frozen_encoder() -> None:
     model = whisper()
     model.get_submodule("model.encoder").requires_grad_(False)
-    names = [name for group in groups_of(model, recipe="1.0").values() for name in group]
+    names = [name for group in groups_of(model, recipe="published-1.0").values() for name in group]
     assert names
     assert all(name.startswith("model.decoder.") for name in names)
 
 
-@pytest.mark.parametrize("recipe", ["1.0", "lean", "fam", "speech"])
+@pytest.mark.parametrize("recipe", ["1.0", "lean", "fast", "quality"])
 def test_training_whisper(recipe: str) -> None:
     """Three steps: every parameter moves, state bytes as foreseen, a checkpoint goes round."""
     torch.manual_seed(0)

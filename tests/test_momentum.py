@@ -29,10 +29,10 @@ from cases import (
     settings_for,
 )
 from maxfactor import FAM, MaxFactor, rule
-from maxfactor.fam import band_index, band_members, from_bands, to_bands
-from maxfactor.orthogonal import newton_schulz, orthogonal
-from maxfactor.quantize import dequantized, quantized
-from maxfactor.rule import MaxFactorHyper
+from maxfactor.rule.fam import band_index, band_members, from_bands, to_bands
+from maxfactor.rule.int8 import dequantized, quantized
+from maxfactor.rule.newton_schulz import newton_schulz, orthogonal
+from maxfactor.rule.reference import MaxFactorHyper
 
 HALF_BF16 = 2.0**-8  # half the spacing of bfloat16, relative
 

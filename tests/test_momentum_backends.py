@@ -23,9 +23,9 @@ from cases import (
 )
 from comparison import compare_with_rule
 from maxfactor import FAM, MaxFactor, rule
-from maxfactor.backends import filtered, foreach, matrix, plain, stack, tasks
-from maxfactor.rule import MaxFactorHyper
-from maxfactor.work import Work
+from maxfactor.backends.step_io import Work
+from maxfactor.backends.torch import filtered, foreach, matrix, plain, stack, tasks
+from maxfactor.rule.reference import MaxFactorHyper
 
 BACKENDS = ["plain", "blocks", "foreach"]
 LARGE = [(700, 333), (3, 70_000), (40, 30, 90), (70_001,)]

@@ -15,7 +15,7 @@ from cases import (
     MOMENTUM_RUNS,
 )
 from maxfactor import FAM, MaxFactor, rule
-from maxfactor.rule import MaxFactorHyper
+from maxfactor.rule.reference import MaxFactorHyper
 
 
 def net(dtype: torch.dtype = torch.float32) -> torch.nn.Module:

@@ -56,7 +56,7 @@ def maxfactor_pair(
     case: Problem, version: str, variant: dict[str, Any]
 ) -> tuple[list[dict[str, Tensor]], list[oracle.Snapshot]]:
     param = torch.nn.Parameter(case.weight.clone())
-    optimizer = MaxFactor([param], **(recipe(version) | variant))
+    optimizer = MaxFactor([param], **(recipe(f"published-{version}") | variant))
     weight, grads = case.arrays()
     return run(optimizer, param, case), oracle.maxfactor(weight, grads, version, **variant)
 
@@ -110,7 +110,7 @@ def test_non_contiguous(version: str) -> None:
     case = problem((31, 7))
     param = torch.nn.Parameter(case.weight.t().contiguous().t())
     assert not param.is_contiguous()
-    optimizer = MaxFactor([param], **recipe(version))
+    optimizer = MaxFactor([param], **recipe(f"published-{version}"))
     strided = Problem(case.weight, [grad.t().contiguous().t() for grad in case.grads])
     weight, grads = case.arrays()
     compare(run(optimizer, param, strided), oracle.maxfactor(weight, grads, version))
@@ -125,7 +125,7 @@ def test_changing_lr(version: str) -> None:
     expected = oracle.maxfactor(weight, grads, version, lr=rates)
     for as_tensor in (False, True):
         param = torch.nn.Parameter(case.weight.clone())
-        settings_ = recipe(version) | {"lr": torch.tensor(0.7) if as_tensor else 0.7}
+        settings_ = recipe(f"published-{version}") | {"lr": torch.tensor(0.7) if as_tensor else 0.7}
         optimizer = MaxFactor([param], **settings_)
         history = []
         for rate, grad in zip(rates, case.grads, strict=True):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from maxfactor.hyper import MaxFactorHyper
 from maxfactor.recipes import RECIPES
+from maxfactor.settings import MaxFactorHyper
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

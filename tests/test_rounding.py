@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from maxfactor import MaxFactor
-from maxfactor.hyper import MaxFactorHyper
-from maxfactor.rounding import rounded
+from maxfactor.rule.rounding import rounded
+from maxfactor.settings import MaxFactorHyper
 
 STEPS, SIZE = 10_000, 1024
 

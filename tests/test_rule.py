@@ -9,8 +9,8 @@ import torch
 
 from cases import SHAPES, problem
 from maxfactor import MaxFactor, recipe, rule
-from maxfactor.hyper import AdafactorHyper, Hyper, MaxFactorHyper
 from maxfactor.recipes import RECIPES
+from maxfactor.settings import AdafactorHyper, Hyper, MaxFactorHyper
 from maxfactor.state import factoring
 
 
@@ -92,12 +92,12 @@ def test_vectors_are_not_factored() -> None:
 
 def test_recipe_1_0_is_the_default() -> None:
     signature = inspect.signature(MaxFactor).parameters
-    assert recipe("1.0").items() <= {k: v.default for k, v in signature.items()}.items()
+    assert recipe("published-1.0").items() <= {k: v.default for k, v in signature.items()}.items()
 
 
 def test_a_recipe_is_the_callers_own() -> None:
-    recipe("0.2")["lr"] = 3.0
-    assert recipe("0.2")["lr"] == 0.01
+    recipe("published-0.2")["lr"] = 3.0
+    assert recipe("published-0.2")["lr"] == 0.01
     for name in RECIPES:
         MaxFactor([torch.nn.Parameter(torch.ones(2))], **recipe(name))
 

@@ -13,9 +13,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from cases import problem
 from maxfactor import Adafactor, MaxFactor, recipe
-from maxfactor.backends import deal
-from maxfactor.orthogonal import orthogonal
-from maxfactor.placement import local
+from maxfactor.backends.torch import deal
+from maxfactor.distributed.placement import local
+from maxfactor.rule.newton_schulz import orthogonal
 from ranks import Ranks, mesh_of
 
 Shape = tuple[int, ...]
@@ -39,9 +39,9 @@ WIDE = [(3, 256), (5, 128), (6, 128, 2)]  # rows that two ranks share in whole b
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "1.0": {},
-    "0.1": recipe("0.1"),
-    "0.2": recipe("0.2"),
-    "0.3": recipe("0.3"),
+    "0.1": recipe("published-0.1"),
+    "0.2": recipe("published-0.2"),
+    "0.3": recipe("published-0.3"),
     "no max_norm": {"max_norm": False},
     "dense": {"full_matrix": True},
     "last": {"factor": "last"},
@@ -186,7 +186,7 @@ def test_copies(four: Ranks) -> None:
 
 @pytest.mark.parametrize("layout", [(0, 1), (0, 0), (None, 0), (1, 0), (2, None)], ids=str)
 def test_two_by_two(four: Ranks, layout: Layout) -> None:
-    for settings in ({}, recipe("0.2"), {"direction": "factored"}, MOMENTA["fam fp32"]):
+    for settings in ({}, recipe("published-0.2"), {"direction": "factored"}, MOMENTA["fam fp32"]):
         four.run(equals_one_process, 4, "maxfactor", settings, layout, SHAPES)
     four.run(equals_one_process, 4, "adafactor", {}, layout, SHAPES)
 

@@ -34,13 +34,13 @@ from torch.distributed.tensor.parallel import (
 
 from cases import problem
 from maxfactor import Adafactor, MaxFactor
-from maxfactor.placement import local, moved, shards_of
+from maxfactor.distributed.placement import local, moved, shards_of
 from ranks import Ranks
 from ranks import mesh_of as mesh_named
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "1.0": {},
-    "fam": {"momentum": {"warmup": 2, "theta": 0.8}, "scale": "initial"},
+    "fast": {"momentum": {"warmup": 2, "theta": 0.8}, "scale": "initial"},
 }
 
 

@@ -20,20 +20,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from maxfactor.cli import app
-from maxfactor.guard import given_up
-from maxfactor.report import report
-from maxfactor.speech import checkpoint
-from maxfactor.speech import compare as comparing
-from maxfactor.speech import settings as settings_module
-from maxfactor.speech.audio import InputError
-from maxfactor.speech.compare import Outcome, Plan, Run, compare
-from maxfactor.speech.lock import alone_in
-from maxfactor.speech.optimizers import default_lr, names
-from maxfactor.speech.processes import in_processes
-from maxfactor.speech.settings import Settings, read_settings
-from maxfactor.speech.train import DivergedError, train
-from maxfactor.speech.trainer import Trainer
+from maxfactor.backends.guard import given_up
+from maxfactor_speech import checkpoint
+from maxfactor_speech import compare as comparing
+from maxfactor_speech import settings as settings_module
+from maxfactor_speech.audio import InputError
+from maxfactor_speech.cli import app
+from maxfactor_speech.compare import Outcome, Plan, Run, compare
+from maxfactor_speech.lock import alone_in
+from maxfactor_speech.optimizers import default_lr, names
+from maxfactor_speech.processes import in_processes
+from maxfactor_speech.report import report
+from maxfactor_speech.settings import Settings, read_settings
+from maxfactor_speech.train import DivergedError, train
+from maxfactor_speech.trainer import Trainer
 
 BASE = Settings(
     steps=2, batch_size=2, utterances=8, validation_utterances=2, evaluate_every=1, device="cpu"
@@ -62,7 +62,7 @@ def outcome(label: str = "adamw", **changes: Any) -> Outcome:
 def faked(monkeypatch: pytest.MonkeyPatch, wers: dict[tuple[str, float], float]) -> list[Run]:
     """Replace the trainings by numbers, and note what is trained."""
     seen: list[Run] = []
-    speed = {"speech": 4.0, "adamw": 1.0, "muon": 5.0}
+    speed = {"quality": 4.0, "adamw": 1.0, "muon": 5.0}
 
     def run_all(runs: list[Run], *_: Any) -> list[Outcome]:
         seen.extend(runs)
@@ -87,9 +87,9 @@ def test_everybody_gets_the_same_data_seeds_and_steps(
 ) -> None:
     seen = faked(monkeypatch, {})
     base = replace(BASE, steps=100, utterances=None, seed=5)
-    compare(Plan(base, ["speech", "adamw"], seeds=2), tmp_path, say=lambda _: None)
+    compare(Plan(base, ["quality", "adamw"], seeds=2), tmp_path, say=lambda _: None)
     assert [(run.settings.optimizer, run.settings.seed) for run in seen] == [
-        ("speech", 5), ("speech", 6), ("adamw", 5), ("adamw", 6),
+        ("quality", 5), ("quality", 6), ("adamw", 5), ("adamw", 6),
     ]  # fmt: skip
     same = {replace(run.settings, optimizer="adamw", lr=None, seed=0) for run in seen}
     assert len(same) == 1
@@ -97,18 +97,18 @@ def test_everybody_gets_the_same_data_seeds_and_steps(
 
 
 def test_tuning_takes_the_best_rate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen = faked(monkeypatch, {("adamw", 0.002): 0.1, ("speech", 0.01): 0.05})
-    plan = Plan(BASE, ["speech", "adamw"], seeds=2, tune=True)
+    seen = faked(monkeypatch, {("adamw", 0.002): 0.1, ("quality", 0.01): 0.05})
+    plan = Plan(BASE, ["quality", "adamw"], seeds=2, tune=True)
     outcomes = compare(plan, tmp_path, say=lambda _: None)
     assert len(seen) == 2 * 5 + 2 * 2
     assert {run.settings.seed for run in seen[:10]} == {0}
-    assert {(one.optimizer, one.lr) for one in outcomes} == {("speech", 0.01), ("adamw", 0.002)}
+    assert {(one.optimizer, one.lr) for one in outcomes} == {("quality", 0.01), ("adamw", 0.002)}
 
 
 def test_the_faster_get_as_much_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = faked(monkeypatch, {})
     base = replace(BASE, steps=100, utterances=None)
-    plan = Plan(base, ["speech", "adamw", "muon"], same_time=True)
+    plan = Plan(base, ["quality", "adamw", "muon"], same_time=True)
     outcomes = compare(plan, tmp_path, say=lambda _: None)
     assert [one.label for one in outcomes][3:] == ["adamw, same time"]  # muon is no faster
     longer = seen[-1].settings
@@ -133,14 +133,14 @@ def test_wrong_plans_are_refused(names: list[str], seeds: int, message: str) -> 
 def test_trainings_are_not_done_twice(tmp_path: Path) -> None:
     cache, out = tmp_path / "cache", tmp_path / "out"
     said: list[str] = []
-    plan = Plan(BASE, ["speech", "adamw"])
+    plan = Plan(BASE, ["quality", "adamw"])
     first = compare(plan, out, 2, cache, said.append)
     again = compare(plan, out, 2, cache, said.append)
     assert first == again
     assert len([line for line in said if line.startswith("training ")]) == 2
     assert len([line for line in said if "WER" in line]) == 2
     speech, adamw = first
-    assert speech.label == "speech"
+    assert speech.label == "quality"
     assert adamw.state_bytes / adamw.parameters == pytest.approx(8.0, abs=0.1)
     assert speech.state_bytes < adamw.state_bytes / 4
     assert adamw.peak_bytes > 2**25
@@ -171,9 +171,9 @@ def test_trainings_are_not_done_twice(tmp_path: Path) -> None:
 
 
 def test_tuning_goes_on_in_the_folder_of_a_comparison() -> None:
-    plain, tuning = Plan(BASE, ["speech"]), Plan(BASE, ["speech"], tune=True)
-    tried = tuning.run("speech", default_lr("speech"), 0)
-    assert plain.run("speech", None, 0) == tried
+    plain, tuning = Plan(BASE, ["quality"]), Plan(BASE, ["quality"], tune=True)
+    tried = tuning.run("quality", default_lr("quality"), 0)
+    assert plain.run("quality", None, 0) == tried
 
 
 def test_a_tie_of_rates_goes_by_letters_then_by_loss() -> None:
@@ -201,7 +201,7 @@ def spoilt(monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
     monkeypatch.setattr(comparing, "in_processes", here)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "speech"])
+@pytest.mark.parametrize("optimizer", ["adamw", "quality"])
 def test_a_training_that_turns_to_nan_ends_in_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, optimizer: str
 ) -> None:
@@ -239,32 +239,32 @@ def test_one_step_without_a_loss_ends_no_training(
 def test_who_diverges_is_said_so_and_ends_no_other(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    spoilt(monkeypatch, "speech")
+    spoilt(monkeypatch, "quality")
     said: list[str] = []
-    plan = Plan(BASE, ["speech", "adamw"], same_time=True)
+    plan = Plan(BASE, ["quality", "adamw"], same_time=True)
     first = compare(plan, tmp_path / "out", 1, tmp_path / "cache", said.append)
     assert [one.wer is None for one in first] == [True, False]
-    assert any("speech" in line and "diverged" in line for line in said)
+    assert any("quality" in line and "diverged" in line for line in said)
     monkeypatch.setattr(comparing, "train", None)  # nothing is done again
     assert compare(plan, tmp_path / "out", 1, tmp_path / "cache", said.append) == first
     cells = rows(report(first, "Speech"))
-    assert cells["speech"][2] == "diverged"
+    assert cells["quality"][2] == "diverged"
     assert cells["adamw"][2].endswith("%")
 
 
 def test_a_report_of_nothing_but_divergence() -> None:
-    lost = [outcome("fam", wer=None, cer=None, metrics=[], examples=[], seed=n) for n in (0, 1)]
+    lost = [outcome("fast", wer=None, cer=None, metrics=[], examples=[], seed=n) for n in (0, 1)]
     page = report(lost, "Speech")
-    assert rows(page)["fam"][2] == "diverged"
+    assert rows(page)["fast"][2] == "diverged"
     assert 'class="best"' not in page
-    some = [*lost[:1], outcome("fam", wer=0.01, seed=1), outcome("adamw", wer=0.5)]
+    some = [*lost[:1], outcome("fast", wer=0.01, seed=1), outcome("adamw", wer=0.5)]
     cells = rows(report(some, "Speech"))
-    assert cells["fam"][2] == "1.0%, 1 of 2 diverged"
+    assert cells["fast"][2] == "1.0%, 1 of 2 diverged"
     assert comparing.best_label(some) == "adamw"
 
 
 def test_the_best_is_so_in_the_mean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    lucky = [outcome("fam", wer=0.01), outcome("fam", wer=0.9, seed=1)]
+    lucky = [outcome("fast", wer=0.01), outcome("fast", wer=0.9, seed=1)]
     steady = [outcome("adamw", wer=0.2), outcome("adamw", wer=0.1, seed=1)]
     monkeypatch.setattr(comparing, "compare", lambda *_: [*lucky, *steady])
     options = "--seeds=2 --steps=2 --batch-size=2 --utterances=8 --validation-utterances=2"
@@ -355,8 +355,8 @@ def test_a_process_that_is_killed_is_missed(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs locks of POSIX")
 def test_two_comparisons_do_not_train_in_one_folder(tmp_path: Path) -> None:
-    plan = Plan(BASE, ["speech"])
-    run = plan.run("speech", None, 0)
+    plan = Plan(BASE, ["quality"])
+    run = plan.run("quality", None, 0)
     with (
         alone_in(tmp_path / run.folder),
         pytest.raises(InputError, match="another process trains here"),
@@ -373,7 +373,7 @@ def test_trainings_side_by_side_share_the_cores(
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
     monkeypatch.setattr(comparing, "_trained", lambda *_: None)
     for device, jobs in [("cpu", 3), ("cpu", 16), ("cpu", 1), ("cuda", 3)]:
-        run = Plan(replace(BASE, device=device), ["speech"]).run("speech", None, 0)
+        run = Plan(replace(BASE, device=device), ["quality"]).run("quality", None, 0)
         comparing._train_one(run, tmp_path, None, jobs)
     assert taken == [2, 1]
 
@@ -391,7 +391,7 @@ def test_a_wrong_name_is_told_in_one_line(tmp_path: Path) -> None:
 
 def several() -> list[Outcome]:
     memory = {"model.encoder.conv1.weight": [0.9], "model.decoder.fc1.weight": [0.7, 0.8]}
-    fam = outcome("fam", wer=0.04)
+    fam = outcome("fast", wer=0.04)
     fam.metrics[-1]["beta"] = memory
     return [
         fam,
@@ -416,10 +416,10 @@ def test_the_table_has_means_and_spreads() -> None:
     assert cells["adamw"][:2] == ["0.001", "20"]
     assert cells["adamw"][2] == "25.0% ± 7.1%"
     assert cells["adamw"][4] == "not reached"
-    assert cells["fam"][2] == "4.0%"
-    assert cells["fam"][4] == "10"
+    assert cells["fast"][2] == "4.0%"
+    assert cells["fast"][4] == "10"
     assert cells["adamw, same time"][4] == "20"
-    assert cells["fam"][5:] == ["100", "2", "8.00", "50"]
+    assert cells["fast"][5:] == ["100", "2", "8.00", "50"]
 
 
 def test_the_page_tells_the_settings_and_the_rates_that_were_tried() -> None:
@@ -444,9 +444,9 @@ def test_a_curve_above_one_is_seen_where_there_is_no_other() -> None:
         [first, _] = re.findall(r'"range":\[0\.0,([0-9.]+)\]', report(outcomes, "Speech"))
         return float(first)
 
-    assert top(outcome("fam", wer=1.2)) == pytest.approx(1.05 * 1.2)
-    assert top(outcome("fam", wer=1.2), outcome("adamw", wer=0.5)) == pytest.approx(1.05)
-    assert top(outcome("fam", wer=None, metrics=[])) == pytest.approx(1.05)
+    assert top(outcome("fast", wer=1.2)) == pytest.approx(1.05 * 1.2)
+    assert top(outcome("fast", wer=1.2), outcome("adamw", wer=0.5)) == pytest.approx(1.05)
+    assert top(outcome("fast", wer=None, metrics=[])) == pytest.approx(1.05)
 
 
 def test_every_optimizer_has_a_color_of_its_own() -> None:

@@ -17,9 +17,9 @@ import soundfile
 import torch
 from transformers import WhisperFeatureExtractor
 
-from maxfactor.speech import audio, corpus, files, shards, synth
-from maxfactor.speech.audio import SAMPLE_RATE, InputError
-from maxfactor.speech.data import (
+from maxfactor_speech import audio, corpus, files, shards, synth
+from maxfactor_speech.audio import SAMPLE_RATE, InputError
+from maxfactor_speech.data import (
     Batch,
     Order,
     Shape,
@@ -29,10 +29,10 @@ from maxfactor.speech.data import (
     seconds_needed,
     training_batches,
 )
-from maxfactor.speech.features import draw_stretches, log_mel, mel_filters, spec_augment
-from maxfactor.speech.model import IGNORED, Codec
-from maxfactor.speech.shards import Shards, Spoken
-from maxfactor.speech.synth import Espeak, Location, Script, Utterance
+from maxfactor_speech.features import draw_stretches, log_mel, mel_filters, spec_augment
+from maxfactor_speech.model import IGNORED, Codec
+from maxfactor_speech.shards import Shards, Spoken
+from maxfactor_speech.synth import Espeak, Location, Script, Utterance
 
 LANGUAGES = ("en", "de", "es")
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, WhisperForConditionalGeneration
 
-from maxfactor.speech import optimizers
-from maxfactor.speech.audio import InputError
-from maxfactor.speech.evaluate import Evaluation, Example, decode, in_batches, transcribe
-from maxfactor.speech.graphs import is_random
-from maxfactor.speech.model import IGNORED, SIZES, Codec, Size, encode, loss_of, whisper
-from maxfactor.speech.preparation import task_codec
+from maxfactor_speech import optimizers
+from maxfactor_speech.audio import InputError
+from maxfactor_speech.evaluate import Evaluation, Example, decode, in_batches, transcribe
+from maxfactor_speech.graphs import is_random
+from maxfactor_speech.model import IGNORED, SIZES, Codec, Size, encode, loss_of, whisper
+from maxfactor_speech.preparation import task_codec
 
 SMALL = Size(32, 2, 2)
 

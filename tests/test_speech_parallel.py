@@ -18,15 +18,15 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import maxfactor
-from maxfactor.cli import app
-from maxfactor.speech import checkpoint, train
-from maxfactor.speech.audio import InputError
-from maxfactor.speech.features import draw_stretches, spec_augment
-from maxfactor.speech.lock import alone_in
-from maxfactor.speech.metrics import read_metrics
-from maxfactor.speech.parallel import Ranks as Processes
-from maxfactor.speech.settings import Settings
-from maxfactor.speech.trainer import Trainer
+from maxfactor_speech import checkpoint, train
+from maxfactor_speech.audio import InputError
+from maxfactor_speech.cli import app
+from maxfactor_speech.features import draw_stretches, spec_augment
+from maxfactor_speech.lock import alone_in
+from maxfactor_speech.metrics import read_metrics
+from maxfactor_speech.parallel import Ranks as Processes
+from maxfactor_speech.settings import Settings
+from maxfactor_speech.trainer import Trainer
 from noise import prepared, weights
 from ranks import Ranks
 
@@ -153,7 +153,7 @@ def interrupted(settings: Settings, out: Path, shard: str) -> int:
 
 def test_mixed_precision_and_our_best_recipe(two: Ranks, tmp_path: Path) -> None:
     """The orthogonal direction makes much of rounding: the curve is near, the weights are not."""
-    settings = replace(BASE, optimizer="speech", dtype="fp16", spec_augment=False)
+    settings = replace(BASE, optimizer="quality", dtype="fp16", spec_augment=False)
     trained(settings, tmp_path / "one", None)
     two.run(trained, settings, tmp_path / "two", "fsdp")
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-3)

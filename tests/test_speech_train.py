@@ -28,17 +28,17 @@ from typer.testing import CliRunner
 
 import maxfactor
 from maxfactor import cli
-from maxfactor.cli import app
-from maxfactor.speech import checkpoint, files, synth, train
-from maxfactor.speech.audio import SAMPLE_RATE, InputError
-from maxfactor.speech.evaluate import Evaluation
-from maxfactor.speech.lock import alone_in
-from maxfactor.speech.metrics import METRICS, Metrics
-from maxfactor.speech.preparation import Prepared, prepare
-from maxfactor.speech.progress import Bar, Pace
-from maxfactor.speech.settings import Settings, rate_factor
-from maxfactor.speech.shards import Shards, write_whole
-from maxfactor.speech.trainer import Trainer
+from maxfactor_speech import checkpoint, files, synth, train
+from maxfactor_speech.audio import SAMPLE_RATE, InputError
+from maxfactor_speech.cli import app
+from maxfactor_speech.evaluate import Evaluation
+from maxfactor_speech.lock import alone_in
+from maxfactor_speech.metrics import METRICS, Metrics
+from maxfactor_speech.preparation import Prepared, prepare
+from maxfactor_speech.progress import Bar, Pace
+from maxfactor_speech.settings import Settings, rate_factor
+from maxfactor_speech.shards import Shards, write_whole
+from maxfactor_speech.trainer import Trainer
 from noise import prepared as noise_prepared
 from noise import weights
 
@@ -75,7 +75,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------ going on
 
 
-@pytest.mark.parametrize("optimizer", ["speech", "fam", "muon"])
+@pytest.mark.parametrize("optimizer", ["quality", "fast", "muon"])
 def test_a_stopped_training_goes_on_to_the_same_weights(
     cache: Path, tmp_path: Path, optimizer: str
 ) -> None:
@@ -124,7 +124,7 @@ def _failing_after(prepared: Prepared, count: int) -> Prepared:
 
 
 def start(out: Path, cache: Path, steps: int, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "maxfactor.cli", "train", "--out", str(out)]
+    command = [sys.executable, "-m", "maxfactor_speech.cli", "train", "--out", str(out)]
     if "--resume" not in more:
         command += ["--optimizer=speech", f"--steps={steps}", "--batch-size=2", "--utterances=12"]
         command += ["--validation-utterances=2"]
@@ -259,7 +259,7 @@ def test_steps_take_as_many_batches_as_are_accumulated(cache: Path) -> None:
     batches.close()
 
 
-@pytest.mark.parametrize("optimizer", ["speech", "adamw"])
+@pytest.mark.parametrize("optimizer", ["quality", "adamw"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_mixed_precision_keeps_weights_in_full(cache: Path, dtype: str, optimizer: str) -> None:
     mixed = trainer(cache, dtype=dtype, optimizer=optimizer)

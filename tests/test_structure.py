@@ -17,7 +17,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 # A module may import from the ranks before its own, never from its own or later ones.
 RANKS = [
     {"checks", "orthogonal", "placement", "quantize"},
-    {"fam"},
+    {"fast"},
     {"hyper"},
     {"guard", "rounding", "state"},
     {"momentum"},

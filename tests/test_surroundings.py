@@ -88,7 +88,9 @@ def test_a_fixed_momentum_may_be_cycled() -> None:
 @pytest.mark.parametrize("version", ["0.1", "0.2", "0.3", "1.0"])
 def test_one_cycle_keeps_its_min_lr_to_itself(version: str) -> None:
     params, control = parameters((4, 3)), parameters((4, 3))
-    optimizer, other = (MaxFactor(own, **recipe(version)) for own in (params, control))
+    optimizer, other = (
+        MaxFactor(own, **recipe(f"published-{version}")) for own in (params, control)
+    )
     scheduler = lr_scheduler.OneCycleLR(
         optimizer, max_lr=0.01, total_steps=9, cycle_momentum=False, final_div_factor=0.01
     )
@@ -175,7 +177,7 @@ def test_the_default_dtype_changes_nothing(
     shapes = [(8, 72), (5,)]
     wanted = moved(make, shapes, 3)
     torch.set_default_dtype(dtype)
-    maxfactor.fam.dct_basis.cache_clear()
+    maxfactor.rule.fam.dct_basis.cache_clear()
     found = moved(make, shapes, 3)
     torch.set_default_dtype(torch.float32)
     assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
@@ -259,7 +261,7 @@ def test_something_else_than_a_checkpoint_is_refused(given: dict[str, Any]) -> N
         optimizer.load_state_dict(given)
 
 
-@pytest.mark.parametrize("momentum", ["fam", FAM])
+@pytest.mark.parametrize("momentum", ["fast", FAM])
 def test_a_momentum_that_was_meant_otherwise(momentum: Any) -> None:
     with pytest.raises(TypeError, match=r"a number such as 0.95 or maxfactor.FAM\(\)"):
         MaxFactor(parameters((3, 2)), momentum=momentum)

@@ -2,10 +2,10 @@
 
 from maxfactor import rule
 from maxfactor.adafactor import Adafactor
-from maxfactor.fam import FAM
-from maxfactor.groups import for_model
+from maxfactor.model_groups import for_model
 from maxfactor.optimizer import MaxFactor
 from maxfactor.recipes import recipe
+from maxfactor.rule.fam import FAM
 from maxfactor.schedule import AdaptiveSchedule
 
 __version__ = "0.1.0"

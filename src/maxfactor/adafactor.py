@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from maxfactor.hyper import AdafactorHyper
 from maxfactor.optimizer import FactoredOptimizer, Params
+from maxfactor.settings import AdafactorHyper
 
 if TYPE_CHECKING:
     from torch import Tensor

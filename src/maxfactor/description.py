@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from maxfactor.hyper import MaxFactorHyper
+from maxfactor.settings import MaxFactorHyper
 from maxfactor.state import state_dtypes, state_shapes
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from maxfactor.hyper import Hyper
+    from maxfactor.settings import Hyper
     from maxfactor.state import Shape
 
 EXAMPLES = 3  # parameters that a row names

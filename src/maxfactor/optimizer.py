@@ -13,19 +13,19 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from maxfactor.backends import foreach, plain, sharded
-from maxfactor.backends.choice import choose
+from maxfactor.backends.dispatch import choose
+from maxfactor.backends.guard import Guard
+from maxfactor.backends.step_io import Outcome, Pending, Work
+from maxfactor.backends.torch import foreach, plain, sharded
 from maxfactor.description import Description, describe_group
-from maxfactor.fam import FAM, Spectrum, as_setting, spectrum
-from maxfactor.guard import Guard
-from maxfactor.hyper import Execution, Hyper, MaxFactorHyper
-from maxfactor.placement import local, shards_of
-from maxfactor.rule import host_scalar
+from maxfactor.distributed.placement import local, shards_of
+from maxfactor.rule.fam import FAM, Spectrum, as_setting, spectrum
+from maxfactor.rule.reference import host_scalar
+from maxfactor.settings import Execution, Hyper, MaxFactorHyper
 from maxfactor.state import check_kept, check_loaded, init_state, restored
-from maxfactor.work import Outcome, Pending, Work
 
 if TYPE_CHECKING:
-    from maxfactor.backends.fused import FusedStep
+    from maxfactor.backends.triton.step import FusedStep
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -474,7 +474,7 @@ class MaxFactor(FactoredOptimizer):
         >>> model(torch.randn(8, 4)).square().mean().backward()
         >>> optimizer.step()
         >>> optimizer.zero_grad()
-        >>> old = maxfactor.MaxFactor(model.parameters(), **maxfactor.recipe("0.2"))
+        >>> old = maxfactor.MaxFactor(model.parameters(), **maxfactor.recipe("published-0.2"))
         >>> best = maxfactor.MaxFactor(
         ...     model.parameters(), momentum=0.95, nesterov=True, direction="orthogonal"
         ... )
@@ -598,8 +598,8 @@ def _fused_step(
     works: list[Work], flat: list[Tensor], hypers: list[Hyper], before: FusedStep | None
 ) -> FusedStep:
     """Build the fused backend; imported here, because Triton is not needed for the others."""
-    from maxfactor.backends.fused import FusedStep
-    from maxfactor.backends.fused_sharded import FusedShards
+    from maxfactor.backends.triton.sharded_step import FusedShards
+    from maxfactor.backends.triton.step import FusedStep
 
     backend = FusedShards if any(shards_of(work.param) for work in works) else FusedStep
     return backend(works, flat, hypers, status=None if before is None else before.status)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from maxfactor.fam import FAM
+from maxfactor.rule.fam import FAM
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,12 +48,12 @@ COMMON = {"lr": 0.01, "gamma": 0.99, "d": 1.0}
 
 # One column of the table of versions each; what a version leaves out has its default.
 RECIPES: dict[str, dict[str, Any]] = {
-    "0.1": {
+    "published-0.1": {
         "eps": (None, 1e-3),
         "weight_decay": 0.0,
         "eps_rms": 1e-8,
     },
-    "0.2": {
+    "published-0.2": {
         "eps": (None, 1e-3),
         "weight_decay": 0.0,
         "kappa_bounds": (0.0, 0.999),
@@ -63,7 +63,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "clip_threshold": 1.0,
         "vector_direction": "update",
     },
-    "0.3": {
+    "published-0.3": {
         "eps": (1e-10, 1e-4),
         "weight_decay": 0.01,
         "kappa_bounds": (0.001, 0.999),
@@ -72,7 +72,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "scalar_boost": 2.0,
         "vector_direction": "update",
     },
-    "1.0": {
+    "published-1.0": {
         "eps": (1e-10, 1e-3),
         "weight_decay": 0.01,
     },
@@ -82,7 +82,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 BY_KIND: dict[str, Recipe] = {
     "lean": Recipe({**COMMON, "lr": 0.028, "weight_decay": 0.0, "direction": "factored"}),
     # Longest memory, rates and their shares by benchmarks/momentum_study.py, tables `fam`, `batch`.
-    "fam": Recipe(
+    "fast": Recipe(
         {
             **COMMON,
             "momentum": FAM(beta_max=0.84),
@@ -99,7 +99,7 @@ BY_KIND: dict[str, Recipe] = {
         },
     ),
     # By benchmarks/momentum_study.py, tables `main`, `memory`, `vectors` and `range`.
-    "speech": Recipe(
+    "quality": Recipe(
         {
             **COMMON,
             "momentum": FAM(beta_max=0.92),
@@ -134,8 +134,8 @@ def recipe(name: str) -> dict[str, Any]:
     """Return the arguments of a published version of MaxFactor, or of another recipe.
 
     Args:
-        name: "0.1", "0.2", "0.3", "1.0" or "lean". "fam" and "speech" differ from layer to layer
-            and are for `for_model` alone.
+        name: "published-0.1", "published-0.2", "published-0.3", "published-1.0" or "lean". "fast"
+            and "quality" differ from layer to layer and are for `for_model` alone.
 
     Returns:
         A new dict, to be changed as you like and unpacked into `MaxFactor`.
@@ -143,7 +143,7 @@ def recipe(name: str) -> dict[str, Any]:
     Example:
         >>> import torch, maxfactor
         >>> weight = torch.nn.Parameter(torch.ones(3, 2))
-        >>> settings = maxfactor.recipe("0.2") | {"clip_threshold": 0.0}
+        >>> settings = maxfactor.recipe("published-0.2") | {"clip_threshold": 0.0}
         >>> optimizer = maxfactor.MaxFactor([weight], **settings)
     """
     found = find_recipe(name)

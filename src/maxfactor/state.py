@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from maxfactor.placement import from_local, is_sharded, kept_on, local, moved
-from maxfactor.quantize import blocks_of
+from maxfactor.distributed.placement import from_local, is_sharded, kept_on, local, moved
+from maxfactor.rule.int8 import blocks_of
 
 if TYPE_CHECKING:
-    from maxfactor.hyper import Hyper
+    from maxfactor.settings import Hyper
 
 State = dict[str, Tensor]
 Shape = tuple[int, ...]

@@ -1,6 +1,0 @@
-"""`python -m maxfactor`: the command, for where there is no script, as under `torchrun -m`."""
-
-from maxfactor.cli import main
-
-if __name__ == "__main__":
-    main()

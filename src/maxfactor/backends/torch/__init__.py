@@ -1,0 +1,1 @@
+"""The equations in torch operations, for one process and for shards."""

@@ -1,0 +1,1 @@
+"""Several processes: what a rank holds, sums and maxima over ranks, whole matrices."""

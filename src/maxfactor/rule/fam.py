@@ -1,0 +1,219 @@
+"""Frequency-adaptive momentum: how long a band remembers follows from how predictable it is.
+
+Per band b of a matrix, from the filtered input x and the bias-corrected momentum M/c before it:
+
+    (11)  A <- theta A + (1 - theta) mean(x M/c)        P <- theta P + (1 - theta) mean(x^2)
+          beta = clip(1 - A/P, beta_min, beta_max)      from the sums of the step before
+
+A/P is the coherence: the share of a gradient's power that its own past predicts. Bands are those of
+a block DCT-II of 64 values along the rows; with one band there is no transform at all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from numbers import Integral, Real
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from maxfactor.checks import check_count, check_number, check_share, check_whole
+from maxfactor.rule.int8 import BLOCK, FLOAT32_TINY
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+AGREEMENT, POWER, CORRECTION = 0, 1, 2  # rows of a state's `band_sums`: A, P and c
+
+
+@dataclass(frozen=True)
+class FAM:
+    """Settings of the frequency-adaptive momentum.
+
+    Args:
+        beta_min: The shortest memory of a band, for one that its past predicts well.
+        beta_max: The longest, for noise.
+        start: The memory during the warm-up, and always that of vectors and scalars.
+        warmup: Steps until the sums are trusted.
+        theta: Memory of the sums A and P.
+        mix: Share of the present input in the update, which keeps it from ringing.
+        bands: Parts of the spectrum along the rows that have a memory of their own, 1 to 64.
+
+    Example:
+        >>> import torch, maxfactor
+        >>> weight = torch.nn.Parameter(torch.ones(3, 2))
+        >>> optimizer = maxfactor.MaxFactor([weight], momentum=maxfactor.FAM(beta_max=0.95))
+    """
+
+    beta_min: float = 0.5
+    beta_max: float = 0.98
+    start: float = 0.9
+    warmup: int = 20
+    theta: float = 0.98
+    mix: float = 0.05
+    bands: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("beta_min", "beta_max", "start", "theta"):
+            object.__setattr__(self, name, check_share(f"FAM's {name}", getattr(self, name)))
+        object.__setattr__(self, "mix", check_number("FAM's mix", self.mix))
+        if not 0.0 <= self.mix <= 1.0:
+            raise ValueError(f"FAM's mix must lie in [0, 1], got {self.mix}")
+        if self.beta_min > self.beta_max:
+            raise ValueError(
+                f"FAM's beta_min must not exceed beta_max, got {self.beta_min} and {self.beta_max}"
+            )
+        for name, low, high in (("warmup", 0, None), ("bands", 1, BLOCK)):
+            whole = check_whole(f"FAM's {name}", getattr(self, name))
+            object.__setattr__(self, name, check_count(f"FAM's {name}", whole, low, high))
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, object]) -> FAM:
+        """Settings as a parameter group, a checkpoint or a configuration file holds them."""
+        known = [f.name for f in fields(cls)]
+        for name in settings:
+            if name not in known:
+                raise ValueError(
+                    f"FAM has no setting {name!r}; its settings are {', '.join(known)}"
+                )
+        return cls(**dict(settings))  # type: ignore[arg-type]  # checked right here
+
+
+def as_setting(value: object) -> object:
+    """What a parameter group holds: plain numbers, which any checkpoint may load."""
+    if isinstance(value, FAM):
+        return asdict(value)
+    is_plain = type(value) in (bool, int, float)  # numpy's float64 is a float, too
+    if is_plain or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+# -------------------------------------------------------------------------------- the memory
+
+
+def band_betas(sums: Tensor, t: float | Tensor, fam: FAM) -> Tensor:
+    """Equation (11): beta of step t, (..., bands), from the sums (..., 3, bands) before it."""
+    power = sums[..., POWER, :].clamp(min=FLOAT32_TINY)
+    adapted = (1 - sums[..., AGREEMENT, :] / power).clamp(fam.beta_min, fam.beta_max)
+    if isinstance(t, Tensor):  # on the device, where it is not read
+        return torch.where(t <= fam.warmup, fam.start, adapted)
+    return torch.full_like(adapted, fam.start) if t <= fam.warmup else adapted
+
+
+def next_sums(sums: Tensor, beta: Tensor, means: Tensor, fam: FAM) -> Tensor:
+    """A and P of (11) and c of (12) after a step, (..., 3, bands).
+
+    `means` are those of x M and of x^2 over each band, (..., 2, bands).
+    """
+    before = sums[..., CORRECTION, :]
+    guessed = means[..., AGREEMENT, :] / before.clamp(min=FLOAT32_TINY)
+    newest = torch.stack((guessed, means[..., POWER, :]), dim=-2)
+    averages = fam.theta * sums[..., :CORRECTION, :] + (1 - fam.theta) * newest
+    correction = beta * before + (1 - beta)
+    return torch.cat((averages, correction.unsqueeze(-2)), dim=-2)
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """What FAM knows of a parameter, one value for each band, on the parameter's device.
+
+    `rho` is the coherence A/P, `power` the mean of x^2, `beta` the memory that the next step has.
+    """
+
+    rho: Tensor
+    beta: Tensor
+    power: Tensor
+
+
+def spectrum(sums: Tensor, t: float | Tensor, fam: FAM) -> Spectrum:
+    """Read the sums of a parameter after t steps; nothing is read back from the device."""
+    power = sums[POWER]
+    seen = 1 - fam.theta**t  # what the sums lack to be averages
+    seen = seen.clamp(min=FLOAT32_TINY) if isinstance(seen, Tensor) else max(seen, FLOAT32_TINY)
+    rho = sums[AGREEMENT] / power.clamp(min=FLOAT32_TINY)
+    return Spectrum(rho=rho, beta=band_betas(sums, t + 1, fam), power=power / seen)
+
+
+# ---------------------------------------------------------------------------------- the bands
+
+
+def to_bands(x: Tensor) -> Tensor:
+    """The orthonormal DCT-II of each block of 64 along the rows (..., n), the tail by its own."""
+    return _blockwise(x, inverse=False)
+
+
+def from_bands(coefficients: Tensor) -> Tensor:
+    """The inverse of `to_bands`."""
+    return _blockwise(coefficients, inverse=True)
+
+
+def _blockwise(x: Tensor, *, inverse: bool) -> Tensor:
+    n = x.shape[-1]
+    whole = n - n % BLOCK
+    parts = []
+    if whole:
+        basis = dct_basis(BLOCK, x.device)
+        blocks = x[..., :whole].unflatten(-1, (-1, BLOCK))
+        parts.append((blocks @ (basis.T if inverse else basis)).flatten(-2))
+    if n > whole:
+        basis = dct_basis(n - whole, x.device)
+        parts.append(x[..., whole:] @ (basis.T if inverse else basis))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+@lru_cache(maxsize=256)
+def dct_basis(length: int, device: torch.device) -> Tensor:
+    """The cosines as columns, (length, length); made on the device, so nothing waits for it."""
+    place, frequency = torch.meshgrid(*[torch.arange(length, device=device)] * 2, indexing="ij")
+    # Whole turns are taken off as integers: float32 is exact enough for what is left.
+    quarter = (2 * place + 1) * frequency % (4 * length)
+    angle = quarter.to(torch.float32) * (math.pi / (2 * length))
+    basis = torch.cos(angle) * math.sqrt(2 / length)
+    basis[:, 0] = math.sqrt(1 / length)
+    return basis
+
+
+@lru_cache(maxsize=256)
+def band_index(n: int, bands: int, device: torch.device) -> Tensor:
+    """The band of each of n columns."""
+    column = torch.arange(n, device=device)
+    tail = n % BLOCK
+    length = torch.where(column < n - tail, BLOCK, max(tail, 1))
+    return column % BLOCK * bands // length
+
+
+@lru_cache(maxsize=256)
+def band_members(n: int, bands: int, device: torch.device) -> Tensor:
+    """1 where a column (n) belongs to a band (bands), and how sums over bands are taken."""
+    index = band_index(n, bands, device)
+    return (index.unsqueeze(1) == torch.arange(bands, device=device)).to(torch.float32)
+
+
+def band_totals(x: Tensor, momentum: Tensor, bands: int) -> Tensor:
+    """Sums of x M and of x^2 over each band of (..., m, n) tensors, (..., 2, bands)."""
+    along = -1 if bands == 1 else -2  # rows are summed first, or columns, which bands consist of
+    squares = vector_norm(x, dim=along).square()  # no temporary of x's size
+    totals = torch.stack(((x * momentum).sum(dim=along), squares), dim=-2)
+    if bands == 1:
+        return totals.sum(dim=-1, keepdim=True)
+    return totals @ band_members(x.shape[-1], bands, x.device)
+
+
+def band_counts(m: int, n: int, bands: int, device: torch.device) -> Tensor:
+    """The number of coefficients in each band, at least 1, (bands)."""
+    if bands == 1:
+        return torch.full((1,), float(m * n), dtype=torch.float32, device=device)
+    return m * band_members(n, bands, device).sum(dim=0).clamp(min=1.0)
+
+
+def over_columns(values: Tensor, n: int) -> Tensor:
+    """A value for each band (..., bands) as one for each column, (..., 1, n), or (..., 1, 1)."""
+    bands = values.shape[-1]
+    if bands == 1:
+        return values.unsqueeze(-2)
+    return values[..., band_index(n, bands, values.device)].unsqueeze(-2)
