@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from maxfactor import Switches
+from maxfactor.settings import as_setting
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "0-d": (),
@@ -89,6 +92,19 @@ MOMENTUM_VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 STEPS = 12
+
+SWITCHES = {field.name for field in fields(Switches)}
+
+
+def arguments(*settings: dict[str, Any]) -> dict[str, Any]:
+    """Merge settings, later ones first; the names of switches go into `switches`."""
+    flat: dict[str, Any] = {}
+    for each in settings:
+        flat |= as_setting(each.get("switches")) or {}  # type: ignore[operator]
+        flat |= {name: value for name, value in each.items() if name != "switches"}
+    switches = {name: value for name, value in flat.items() if name in SWITCHES}
+    others = {name: value for name, value in flat.items() if name not in SWITCHES}
+    return {**others, "switches": switches} if switches else others
 
 
 def settings_for(momentum: str, store: str, direction: str, scale: str) -> dict[str, Any]:

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from cases import Problem
+from cases import Problem, arguments
 from maxfactor import MaxFactor, rule
-from maxfactor.rule.reference import MaxFactorHyper
+from maxfactor.backends.step_io import StepInput
+from maxfactor.rule import MaxFactorSettings
+from maxfactor.settings import Settings
+
+
+def inputs_of(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[dict[str, Tensor]],
+    settings: Settings,
+) -> list[StepInput]:
+    """What the optimizer would hand to a backend."""
+    return [
+        StepInput(
+            f"p{i}", param, grad, settings.rules.of(tuple(param.shape)), settings.rate, 0, state
+        )
+        for i, (param, grad, state) in enumerate(zip(params, grads, states, strict=True))
+    ]
+
 
 BF16_ITERATION = 0.2  # how far values of an orthogonal direction may be off on a GPU, 2 % even more
 
@@ -21,17 +40,17 @@ def compare_with_rule(
     """All parameters in one optimizer; each step of each from the same start by the rule."""
     params: list[Tensor] = [torch.nn.Parameter(case.weight.to(device, copy=True)) for case in cases]
     chosen: dict[str, Any] = {"foreach": backend == "foreach", "fused": backend == "fused"}
-    optimizer = MaxFactor(params, **chosen, **settings)
-    hyper = MaxFactorHyper(**settings)
+    optimizer = MaxFactor(params, **chosen, **arguments(settings))
+    checked = MaxFactorSettings(**arguments(settings))
     noise = 2e-5  # in units of the step size
-    if hyper.direction == "orthogonal":  # the iteration is in bfloat16 on a GPU
+    if checked.direction == "orthogonal":  # the iteration is in bfloat16 on a GPU
         noise = 5e-4 if device == "cpu" else BF16_ITERATION
-    states = [rule.init_state(case.weight, hyper) for case in cases]
+    states = [rule.init_state(case.weight, checked) for case in cases]
     for t in range(len(cases[0].grads)):
         expected = []
         for param, case, state in zip(params, cases, states, strict=True):
             param.grad = case.grads[t].to(device, copy=True)
-            expected.append(rule.step(param.detach().cpu(), case.grads[t], state, hyper))
+            expected.append(rule.step(param.detach().cpu(), case.grads[t], state, checked))
         optimizer.step()
         for i, (param, case) in enumerate(zip(params, cases, strict=True)):
             assert param.grad is not None
@@ -39,7 +58,7 @@ def compare_with_rule(
             states[i] = {k: v.to("cpu", copy=True) for k, v in optimizer.state[param].items()}
             what = f"{tuple(param.shape)} at {t}"
             untouched = torch.stack(case.grads[: t + 1]).abs().sum(dim=0) == 0.0
-            same_step(param.detach().cpu(), untouched, states[i], expected[i], hyper, noise, what)
+            same_step(param.detach().cpu(), untouched, states[i], expected[i], checked, noise, what)
     mean = sum(float(result.step_size) for result in expected) / len(expected)
     assert optimizer.effective_lr() == pytest.approx([mean], rel=1e-6)
 
@@ -49,7 +68,7 @@ def same_step(
     untouched: Tensor,
     state: dict[str, Tensor],
     expected: rule.Result,
-    hyper: MaxFactorHyper,
+    checked: MaxFactorSettings,
     noise: float,
     what: str,
 ) -> None:
@@ -78,7 +97,7 @@ def same_step(
     allowed = (
         ulp * expected.param.double().abs() + 1e-6 * largest + (0.2 if tipped else noise) * alpha
     )
-    if hyper.bands > 1:
+    if checked.rules.matrix.bands > 1:
         off[untouched] = 0.0  # zero but for the rounding of two transforms, and then its sign
     wrong = int((off > allowed).sum())
     share = 0.02 if noise == BF16_ITERATION else 0.001

@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases import ADAFACTOR_VARIANTS, SHAPES, VARIANTS, NewTensors, no_host_sync, problem
+from cases import ADAFACTOR_VARIANTS, SHAPES, VARIANTS, NewTensors, arguments, no_host_sync, problem
+from comparison import inputs_of
 from maxfactor import Adafactor, MaxFactor, recipe, rule
-from maxfactor.backends.step_io import Work
-from maxfactor.backends.torch import foreach, plain
+from maxfactor.backends.torch import step as torch_step
 from maxfactor.optimizer import FactoredOptimizer
-from maxfactor.settings import AdafactorHyper, Hyper, MaxFactorHyper
+from maxfactor.settings import AdafactorSettings, MaxFactorSettings, Settings
+from maxfactor.state import init_state
 
 VERSIONS = ["0.1", "0.2", "0.3", "1.0"]
-BACKENDS = {"plain": plain.step, "blocks": plain.step, "foreach": foreach.step}
+BACKENDS = ["plain", "blocks", "foreach"]
 STEPS = 8  # the sixth gradient of a case is zero
 LARGE = [(700, 333), (3, 70_000), (70_001,), (40, 30, 90)]
 
@@ -27,8 +28,8 @@ LARGE = [(700, 333), (3, 70_000), (70_001,), (40, 30, 90)]
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both backends, and plain once more with every matrix, however small, in several blocks."""
     if request.param == "blocks":
-        monkeypatch.setattr(plain, "SMALL", 0)
-        monkeypatch.setattr(plain, "CPU_BLOCK", 50)
+        monkeypatch.setattr(torch_step, "SMALL", 0)
+        monkeypatch.setattr(torch_step, "CPU_BLOCK", 50)
     return str(request.param)
 
 
@@ -42,15 +43,15 @@ def _one_thread() -> Iterator[None]:
 
 
 def make(cls: type[Any], params: list[Tensor], backend: str, **settings: Any) -> FactoredOptimizer:
-    optimizer: FactoredOptimizer = cls(
-        params, foreach=backend == "foreach", fused=False, **settings
-    )
+    given = arguments(settings) if cls is MaxFactor else settings
+    optimizer: FactoredOptimizer = cls(params, foreach=backend == "foreach", fused=False, **given)
     return optimizer
 
 
-def hyper_of(cls: type[Any], settings: dict[str, Any]) -> Hyper:
-    kinds: dict[type[Any], type[Hyper]] = {MaxFactor: MaxFactorHyper, Adafactor: AdafactorHyper}
-    return kinds[cls](**settings)
+def checked(cls: type[Any], settings: dict[str, Any]) -> Settings:
+    if cls is MaxFactor:
+        return MaxFactorSettings(**arguments(settings))
+    return AdafactorSettings(**settings)
 
 
 def assert_same(ours: Tensor, theirs: Tensor, what: str, rtol: float = 1e-6) -> None:
@@ -71,13 +72,13 @@ def compare(
     """All shapes in one optimizer, against each on its own by the rule."""
     cases = [problem(shape, steps=STEPS, seed=index) for index, shape in enumerate(shapes)]
     params: list[Tensor] = [torch.nn.Parameter(case.weight.clone()) for case in cases]
-    optimizer, hyper = make(cls, params, backend, **settings), hyper_of(cls, settings)
-    expected = [rule.Result(c.weight, rule.init_state(c.weight, hyper), 0.0) for c in cases]
+    optimizer, checked_ = make(cls, params, backend, **settings), checked(cls, settings)
+    expected = [rule.Result(c.weight, rule.init_state(c.weight, checked_), 0.0) for c in cases]
     for t in range(STEPS):
         for index, case in enumerate(cases):
             params[index].grad = case.grads[t].clone()
             weight, state, _ = expected[index]
-            expected[index] = rule.step(weight, case.grads[t], state, hyper)
+            expected[index] = rule.step(weight, case.grads[t], state, checked_)
         optimizer.step()
         for param, case, (weight, state, _) in zip(params, cases, expected, strict=True):
             what = f"{tuple(param.shape)} at step {t + 1}"
@@ -99,7 +100,7 @@ def compare(
 def test_maxfactor(version: str, variant: str, backend: str) -> None:
     compare(
         MaxFactor,
-        recipe(f"published-{version}") | VARIANTS[variant],
+        arguments(recipe(f"published-{version}"), VARIANTS[variant]),
         list(SHAPES.values()),
         backend,
     )
@@ -113,8 +114,8 @@ def test_adafactor(variant: str, backend: str) -> None:
 @pytest.fixture
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks for each matrix, the last of them short; several chunks for each list."""
-    monkeypatch.setattr(plain, "CPU_BLOCK", 20_000)
-    monkeypatch.setattr(foreach, "CHUNK", 100_000)
+    monkeypatch.setattr(torch_step, "CPU_BLOCK", 20_000)
+    monkeypatch.setattr(torch_step, "DEVICE_BLOCK", 100_000)
 
 
 # Sums over long rows in another order, and eight steps of them: twice the usual tolerance.
@@ -125,7 +126,13 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.parametrize("version", ["0.2", "1.0"])
 def test_maxfactor_in_blocks(version: str, variant: str, kind: str) -> None:
-    compare(MaxFactor, recipe(f"published-{version}") | VARIANTS[variant], LARGE, kind, rtol=2e-6)
+    compare(
+        MaxFactor,
+        arguments(recipe(f"published-{version}"), VARIANTS[variant]),
+        LARGE,
+        kind,
+        rtol=2e-6,
+    )
 
 
 @pytest.mark.parametrize("kind", ["plain", "foreach"])
@@ -139,14 +146,14 @@ def test_adafactor_in_blocks(variant: str, kind: str) -> None:
 def test_ranges(scale: float, backend: str) -> None:
     """Where floors act, and where a product of row and column factor would overflow."""
     for shape in [(230, 190), (13, 14), (9,)]:
-        case, hyper = problem(shape, steps=STEPS, scale=scale), MaxFactorHyper()
+        case, checked_ = problem(shape, steps=STEPS, scale=scale), MaxFactorSettings()
         param = torch.nn.Parameter(case.weight.clone())
         optimizer = make(MaxFactor, [param], backend)
-        weight, state = case.weight, rule.init_state(case.weight, hyper)
+        weight, state = case.weight, rule.init_state(case.weight, checked_)
         for grad in case.grads:
             param.grad = grad.clone()
             optimizer.step()
-            weight, state, _ = rule.step(weight, grad, state, hyper)
+            weight, state, _ = rule.step(weight, grad, state, checked_)
         assert_same(param.detach(), weight, f"{shape}")
 
 
@@ -154,15 +161,15 @@ def test_ranges(scale: float, backend: str) -> None:
 def test_no_floor_and_no_gradient(max_norm: bool, backend: str) -> None:
     """eps1 = 0 leaves only float32's smallest number to divide by; 0 * inf would be NaN."""
     settings: dict[str, Any] = {"eps": (0.0, 1e-3), "max_norm": max_norm, "lr": 0.5}
-    hyper = MaxFactorHyper(**settings)
+    checked_ = MaxFactorSettings(**arguments(settings))
     for shape in [(300, 200), (9, 5), (9,)]:
         weight = 1e4 * problem(shape).weight
-        param, state = torch.nn.Parameter(weight.clone()), rule.init_state(weight, hyper)
+        param, state = torch.nn.Parameter(weight.clone()), rule.init_state(weight, checked_)
         optimizer = make(MaxFactor, [param], backend, **settings)
         for grad in [torch.zeros(shape), problem(shape).grads[0], torch.zeros(shape)]:
             param.grad = grad.clone()
             optimizer.step()
-            weight, state, _ = rule.step(weight, grad, state, hyper)
+            weight, state, _ = rule.step(weight, grad, state, checked_)
             assert_same(param.detach(), weight, f"{shape}")
 
 
@@ -177,14 +184,14 @@ def test_no_floor_and_no_gradient(max_norm: bool, backend: str) -> None:
 def test_16_bit(dtype: torch.dtype, rounding: str, cls: type[Any], kind: str) -> None:
     """Each step from the same start: only what float32 noise tips over may round another way."""
     settings = {"rounding": rounding, "seed": 5, "weight_decay": 0.1}
-    hyper = hyper_of(cls, settings)
+    checked_ = checked(cls, settings)
     for shape in [(300, 177), (30, 7), (5, 3, 3), (9,), (300,), ()]:
         case = problem(shape, dtype=dtype, steps=6)
         param = torch.nn.Parameter(case.weight.clone())
         optimizer = make(cls, [param], kind, **settings)
-        state = rule.init_state(param, hyper)
+        state = rule.init_state(param, checked_)
         for grad in case.grads:
-            expected = rule.step(param.detach(), grad, state, hyper)
+            expected = rule.step(param.detach(), grad, state, checked_)
             param.grad = grad.clone()
             optimizer.step()
             differs = param.detach() != expected.param
@@ -218,13 +225,13 @@ def test_mixed_dtypes_and_layouts(backend: str) -> None:
 def test_parameters_with_different_step_counts(backend: str) -> None:
     cases = [problem((6, 5), steps=STEPS), problem((9,), steps=STEPS), problem((9,), seed=1)]
     params: list[Tensor] = [torch.nn.Parameter(case.weight.clone()) for case in cases]
-    optimizer, hyper = make(MaxFactor, params, backend), MaxFactorHyper()
-    expected = [(c.weight, rule.init_state(c.weight, hyper)) for c in cases]
+    optimizer, checked_ = make(MaxFactor, params, backend), MaxFactorSettings()
+    expected = [(c.weight, rule.init_state(c.weight, checked_)) for c in cases]
     for t in range(STEPS):
         for i, case in enumerate(cases):
             params[i].grad = None if t == 2 + i else case.grads[t].clone()
             if t != 2 + i:
-                expected[i] = rule.step(expected[i][0], case.grads[t], expected[i][1], hyper)[:2]
+                expected[i] = rule.step(expected[i][0], case.grads[t], expected[i][1], checked_)[:2]
         optimizer.step()
     for param, (weight, _) in zip(params, expected, strict=True):
         assert_same(param.detach(), weight, f"{tuple(param.shape)}")
@@ -245,8 +252,8 @@ def named_case(
         list(zip(NAMES, params, strict=True)),
         foreach=backend == "foreach",
         fused=False,
-        factor="last",
         nonfinite=nonfinite,
+        **({"switches": {"factor": "last"}} if cls is MaxFactor else {"factor": "last"}),
     )
     return optimizer, params, [list(grads) for grads in zip(*(c.grads for c in cases), strict=True)]
 
@@ -347,7 +354,12 @@ def test_no_temporary_of_the_parameters_size(
     optimizer.step()
     with NewTensors([param, param.grad]) as record:
         optimizer.step()
-    assert 0 < record.largest <= plain.block_size(param.device) <= param.numel() // 4
+    assert (
+        0
+        < record.largest
+        <= torch_step.block_size(param.device, foreach=False)
+        <= param.numel() // 4
+    )
 
 
 def test_state_stays_where_it_is(backend: str) -> None:
@@ -375,26 +387,26 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devic
 @pytest.mark.parametrize("step_on_device", [False, True])
 def test_cuda(step_on_device: bool, dtype: torch.dtype, backend: str) -> None:
     """The same as on the CPU, and without the check no wait for the device."""
-    settings: list[Hyper] = [
-        MaxFactorHyper(**recipe(f"published-{version}")) for version in VERSIONS
+    settings: list[Settings] = [
+        MaxFactorSettings(**recipe(f"published-{version}")) for version in VERSIONS
     ]
-    settings += [AdafactorHyper(seed=1), AdafactorHyper(lr=torch.tensor(0.01, device="cuda"))]
+    settings += [AdafactorSettings(seed=1), AdafactorSettings(lr=torch.tensor(0.01, device="cuda"))]
     shapes = [*SHAPES.values(), (300, 777)]
-    for hyper in settings:
+    for checked_ in settings:
         cases = [problem(shape, dtype=dtype) for shape in shapes]
         params = [case.weight.cuda() for case in cases]
-        states = [rule.init_state(p, hyper, step_on_device=step_on_device) for p in params]
+        states = [
+            init_state(p, checked_.rules.of(tuple(p.shape)), step_on_device=step_on_device)
+            for p in params
+        ]
         for t in range(STEPS):
             grads = [case.grads[t].cuda() for case in cases]
             expected = [
-                rule.step(p, g, s, hyper) for p, g, s in zip(params, grads, states, strict=True)
+                rule.step(p, g, s, checked_) for p, g, s in zip(params, grads, states, strict=True)
             ]
-            works = [
-                Work(name=f"{i}", param=p, grad=g, state=s, hyper=hyper)
-                for i, (p, g, s) in enumerate(zip(params, grads, states, strict=True))
-            ]
+            works = inputs_of(params, grads, states, checked_)
             with no_host_sync():
-                BACKENDS[backend](works, check=False)
+                torch_step.step(works, check=False, foreach=backend == "foreach")
             for work, (weight, state, _) in zip(works, expected, strict=True):
                 noise = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
                 assert_same(work.param, weight, f"{tuple(weight.shape)} at step {t + 1}", noise)
@@ -405,19 +417,11 @@ def test_cuda(step_on_device: bool, dtype: torch.dtype, backend: str) -> None:
 @pytest.mark.gpu
 @on_gpu
 def test_cuda_check(backend: str) -> None:
-    hyper = MaxFactorHyper()
+    checked_ = MaxFactorSettings()
     params = [torch.randn(shape, device="cuda") for shape in [(8, 5), (9,), (4, 3, 2)]]
-    works = [
-        Work(
-            name=f"p{i}",
-            param=p,
-            grad=torch.randn_like(p),
-            state=rule.init_state(p, hyper),
-            hyper=hyper,
-        )
-        for i, p in enumerate(params)
-    ]
+    grads, states = map(torch.randn_like, params), [rule.init_state(p, checked_) for p in params]
+    works = inputs_of(params, list(grads), states, checked_)
     works[1].grad[3] = math.nan
     before = [param.clone() for param in params]
-    assert BACKENDS[backend](works, check=True).nonfinite == ["p1"]
+    assert torch_step.step(works, check=True, foreach=backend == "foreach").nonfinite == ["p1"]
     assert all(torch.equal(old, new) for old, new in zip(before, params, strict=True))

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from maxfactor import FAM, Adafactor, AdaptiveSchedule, MaxFactor, recipe
+from cases import arguments
+from maxfactor import FAM, Adafactor, AdaptiveSchedule, MaxFactor, Switches, recipe
 
 NAN, INF = math.nan, math.inf
 
@@ -94,13 +95,14 @@ def parameter() -> torch.nn.Parameter:
 def test_arguments(
     cls: type[Any], name: str, value: Any, error: type[Exception], message: str
 ) -> None:
+    given = arguments({name: value}) if cls is MaxFactor else {name: value}
     with pytest.raises(error, match=message):
-        cls([parameter()], **{name: value})
+        cls([parameter()], **given)
     with pytest.raises(error, match=message):  # in a group of its own
-        cls([{"params": [parameter()], name: value}])
+        cls([{"params": [parameter()], **given}])
     optimizer = cls([parameter()])
     with pytest.raises(error, match=message):  # and mid-training
-        optimizer.add_param_group({"params": [parameter()], name: value})
+        optimizer.add_param_group({"params": [parameter()], **given})
     assert len(optimizer.param_groups) == 1
 
 
@@ -175,11 +177,20 @@ def test_sparse_gradients(cls: type[Any]) -> None:
 
 def test_settings_that_contradict_each_other() -> None:
     with pytest.raises(ValueError, match=r"min_lr=0.1 has no meaning with step_rule='ramp'"):
-        MaxFactor([parameter()], step_rule="ramp", min_lr=0.1)
+        Switches(step_rule="ramp", min_lr=0.1)
+
+
+def test_switches() -> None:
+    with pytest.raises(ValueError, match="Switches has no setting 'clip'; its settings are factor"):
+        MaxFactor([parameter()], switches={"clip": 1.0})
+    with pytest.raises(TypeError, match=r"switches must be a Switches or a dict.*, got 'none'"):
+        MaxFactor([parameter()], switches="none")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"max_norm is a switch; .*\(max_norm=False\)"):
+        MaxFactor([{"params": [parameter()], "max_norm": False}])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("given", "error", "message"),
     [
         ({"beta_min": 0.9, "beta_max": 0.5}, ValueError, "must not exceed beta_max, got 0.9 and 0"),
         ({"beta_max": 1.0}, ValueError, r"FAM's beta_max must lie in \[0, 1\), got 1.0"),
@@ -193,11 +204,11 @@ def test_settings_that_contradict_each_other() -> None:
         ({"bands": True}, TypeError, "FAM's bands must be a whole number, got True"),
     ],
 )
-def test_fam(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_fam(given: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        FAM(**arguments)
+        FAM(**given)
     with pytest.raises(error, match=message):  # as a checkpoint or a configuration file holds it
-        MaxFactor([parameter()], momentum=arguments)
+        MaxFactor([parameter()], momentum=given)
 
 
 def test_nesterov_with_fam() -> None:
@@ -222,7 +233,7 @@ def test_nesterov_with_fam() -> None:
 def test_switches_of_published_versions(name: str, value: Any, newer: dict[str, Any]) -> None:
     (other,) = newer
     with pytest.raises(ValueError, match=rf"{name}={value!r} cannot be combined with {other}=.*; "):
-        MaxFactor([parameter()], **{name: value}, **newer)
+        MaxFactor([parameter()], **arguments({name: value}, newer))
 
 
 @pytest.mark.parametrize(
@@ -256,13 +267,13 @@ def test_a_memory_changed_mid_training(before: dict[str, Any], after: dict[str, 
 @pytest.mark.parametrize("name", ["0.4", "", "adam", None, 0.2])
 def test_unknown_recipe(name: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"unknown recipe .*; known recipes: '0.1', '0.2', '0.3', '1.0'"
+        ValueError, match=r"unknown recipe .*; known recipes: 'lean', 'fast', 'quality', 'publ"
     ):
         recipe(name)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("given", "error", "message"),
     [
         ({"initial_lr": NAN}, ValueError, "initial_lr must be finite and positive, got nan"),
         ({"initial_lr": 0.0}, ValueError, "initial_lr"),
@@ -273,10 +284,10 @@ def test_unknown_recipe(name: Any) -> None:
         ({"total_steps": 5, "warmup_steps": 5}, ValueError, "more than warmup_steps=5, got 5"),
     ],
 )
-def test_schedule(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_schedule(given: dict[str, Any], error: type[Exception], message: str) -> None:
     optimizer = MaxFactor([parameter()], lr=0.02)
     with pytest.raises(error, match=message):
-        AdaptiveSchedule(optimizer, **arguments)
+        AdaptiveSchedule(optimizer, **given)
     assert optimizer.param_groups[0]["lr"] == 0.02
 
 

@@ -110,8 +110,8 @@ def saved_from(model: torch.nn.Module, **arguments: Any) -> dict[str, Any]:
         (torch.nn.Linear(48, 5), {}, r"2 parameters in group 0.* has 4; '2.weight'|'\w"),
         (torch.nn.Sequential(net(), torch.nn.Linear(4, 4)), {}, "'1.weight' is only in the check"),
         (torch.nn.Sequential(torch.nn.Conv1d(3, 8, 5), *list(net())[1:]), {}, "of parameter '0.w"),
-        (net(), {"full_matrix": True}, None),
-        (net(), {"factor": "last"}, None),
+        (net(), {"switches": {"full_matrix": True}}, None),
+        (net(), {"switches": {"factor": "last"}}, None),
     ],
 )
 def test_foreign_checkpoints(
@@ -221,8 +221,8 @@ def test_a_checkpoint_without_a_newer_setting_takes_its_default() -> None:
     optimizer = MaxFactor(model.parameters(), **recipe("published-0.3"))
     train(optimizer, list(model.parameters()), range(2))
     saved = optimizer.state_dict()
-    del saved["param_groups"][0]["kappa_bounds"]
+    del saved["param_groups"][0]["switches"]["mean_eps"]
     fresh = MaxFactor(model.parameters(), **recipe("published-0.3"))
     fresh.load_state_dict(saved)
-    assert fresh.param_groups[0]["kappa_bounds"] == (0.001, 0.999)
+    assert "mean_eps" not in fresh.param_groups[0]["switches"]
     train(fresh, list(model.parameters()), range(2, 3))

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cases import problem
+from cases import arguments, problem
 from maxfactor import MaxFactor, for_model, recipe
 
 VERSIONS = ["0.1", "0.2", "0.3", "1.0"]
@@ -16,7 +16,7 @@ by_version = pytest.mark.parametrize("version", VERSIONS)
 
 
 def stepped(param: Tensor, grads: list[Tensor], version: str, **changes: object) -> MaxFactor:
-    optimizer = MaxFactor([param], **(recipe(f"published-{version}") | changes))
+    optimizer = MaxFactor([param], **arguments(recipe(f"published-{version}"), changes))
     for grad in grads:
         param.grad = grad.clone()
         optimizer.step()

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from cases import SHAPES
 from maxfactor import FAM, Adafactor, MaxFactor, for_model, recipe
 from maxfactor.optimizer import FactoredOptimizer
-from maxfactor.recipes import RECIPES
+from maxfactor.recipes import PUBLISHED
 
 SETTINGS: list[dict[str, Any]] = [
-    *(recipe(name) for name in RECIPES),
-    {"full_matrix": True},
+    *(recipe(name) for name in PUBLISHED),
+    {"switches": {"full_matrix": True}},
     {"momentum": 0.9, "momentum_dtype": "fp32"},
     {"momentum": 0.9, "momentum_dtype": "bf16", "scale": "initial"},
     {"momentum": FAM(bands=4), "direction": "orthogonal"},

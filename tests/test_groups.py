@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import weight_norm
 
 from maxfactor import FAM, MaxFactor, for_model, recipe
-from maxfactor.recipes import BY_KIND, RECIPES, Recipe
-from maxfactor.settings import MaxFactorHyper
+from maxfactor.recipes import OWN, PUBLISHED, Recipe
+from maxfactor.settings import MaxFactorSettings
 
 
 def groups_of(model: nn.Module) -> dict[str, list[str]]:
@@ -244,11 +244,11 @@ def test_names_reach_errors() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_published_versions(name: str) -> None:
     """The recipe's settings in every group, but no decay of vectors."""
     optimizer = for_model(Decoder(), recipe=name)
-    expected = MaxFactorHyper(**recipe(name)).as_group()
+    expected = MaxFactorSettings(**recipe(name)).as_group()
     for group in optimizer.param_groups:
         decay = 0.0 if group["kind"] == "vector" else expected["weight_decay"]
         settings = {key: group[key] for key in expected}
@@ -322,7 +322,7 @@ def test_a_recipe_by_layers_needs_a_model(name: str) -> None:
 
 def test_an_lr_keeps_the_shares_of_the_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     halved = Recipe({**recipe("lean"), "lr_share": 0.5}, {"hidden": {"lr_share": 1.0}})
-    monkeypatch.setitem(BY_KIND, "halved", halved)
+    monkeypatch.setitem(OWN, "halved", halved)
     found = settings_by_kind("halved", "lr", lr=0.4)
     assert found == {"hidden": [0.4], "embedding": [0.2], "head": [0.2], "vector": [0.2]}
 
@@ -397,7 +397,12 @@ def test_kinds_go_through_checkpoints() -> None:
         (nn.Linear(2, 2).requires_grad_(False), {}, ValueError, "no trainable parameters"),
         (nn.Linear(2, 2).parameters(), {}, TypeError, "must be a torch.nn.Module, got generator"),
         (nn.LazyLinear(2), {}, ValueError, "'weight' has no shape yet; run one batch"),
-        (nn.Linear(2, 2), {"recipe": "2.0"}, ValueError, "unknown recipe '2.0'; known.*'published-1.0'"),
+        (
+            nn.Linear(2, 2),
+            {"recipe": "2.0"},
+            ValueError,
+            "unknown recipe '2.0'; known.*'published-1.0'",
+        ),
         (
             nn.Linear(2, 2),
             {"weigth_decay": 0.1},
@@ -409,7 +414,7 @@ def test_kinds_go_through_checkpoints() -> None:
         (nn.Linear(2, 2), {"lr": -1.0}, ValueError, "lr must be finite and not negative"),
         (
             nn.Linear(2, 2),
-            {"recipe": "quality", "clip_threshold": 1.0},
+            {"recipe": "quality", "switches": {"clip_threshold": 1.0}},
             ValueError,
             "clip_threshold=1.0 cannot be combined with momentum",
         ),

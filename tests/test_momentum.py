@@ -25,14 +25,15 @@ from cases import (
     SHAPES,
     STORES,
     Problem,
+    arguments,
     problem,
     settings_for,
 )
 from maxfactor import FAM, MaxFactor, rule
+from maxfactor.rule import MaxFactorSettings
 from maxfactor.rule.fam import band_index, band_members, from_bands, to_bands
-from maxfactor.rule.int8 import dequantized, quantized
+from maxfactor.rule.int8 import dequantize, quantize
 from maxfactor.rule.newton_schulz import newton_schulz, orthogonal
-from maxfactor.rule.reference import MaxFactorHyper
 
 HALF_BF16 = 2.0**-8  # half the spacing of bfloat16, relative
 
@@ -61,7 +62,7 @@ def compare_steps(case: Problem, settings: dict[str, Any], what: str) -> None:
     """Each step of an optimizer with the oracle's step from the same start."""
     theirs = oracle.settings_of(**oracle_names(settings))
     param = torch.nn.Parameter(case.weight.clone())
-    optimizer = MaxFactor([param], **settings)
+    optimizer = MaxFactor([param], **arguments(settings))
     state = oracle.fresh_state(theirs, tuple(param.shape))
     for t, grad in enumerate(case.grads, start=1):
         before = array(param)
@@ -190,10 +191,10 @@ def final(settings: dict[str, Any], shape: tuple[int, ...], steps: int = 8) -> T
     """The weight after a few steps, with a float32 momentum."""
     case = problem(shape, steps=steps)
     store = None if settings.get("momentum") is None else "fp32"
-    hyper = MaxFactorHyper(**settings, momentum_dtype=store)
-    weight, state = case.weight, rule.init_state(case.weight, hyper)
+    checked = MaxFactorSettings(**settings, momentum_dtype=store)
+    weight, state = case.weight, rule.init_state(case.weight, checked)
     for grad in case.grads:
-        weight, state, _ = rule.step(weight, grad, state, hyper)
+        weight, state, _ = rule.step(weight, grad, state, checked)
     return weight
 
 
@@ -229,13 +230,12 @@ def test_equal_bands_are_one_band() -> None:
 def test_factored_is_adafactor() -> None:
     """Without momentum, decay and floors it is Adafactor with a relative step."""
     case = problem((31, 7), steps=8)
-    ours = final(
-        {"direction": "factored", "weight_decay": 0.0, "lr": 0.01, "mean_eps": 0.0}, (31, 7)
-    )
-    hyper = rule.AdafactorHyper()
-    weight, state = case.weight, rule.init_state(case.weight, hyper)
+    settings = {"direction": "factored", "weight_decay": 0.0, "lr": 0.01, "mean_eps": 0.0}
+    ours = final(arguments(settings), (31, 7))
+    checked = rule.AdafactorSettings()
+    weight, state = case.weight, rule.init_state(case.weight, checked)
     for grad in case.grads:
-        weight, state, _ = rule.step(weight, grad, state, hyper)
+        weight, state, _ = rule.step(weight, grad, state, checked)
     torch.testing.assert_close(ours, weight, rtol=1e-5, atol=1e-6)
 
 
@@ -333,22 +333,22 @@ def test_orthogonal_of_zeros() -> None:
 def test_quantized(n: int) -> None:
     values = torch.randn(5, n) * torch.logspace(-20, 10, 5).unsqueeze(1)
     values[2] = 0.0
-    codes, scales = quantized(values)
+    codes, scales = quantize(values)
     assert codes.dtype == torch.int8
     assert scales.shape == (5, math.ceil(n / 64))
-    off = (dequantized(codes, scales) - values).abs()
+    off = (dequantize(codes, scales) - values).abs()
     wide = scales.repeat_interleave(64, dim=1)[:, :n]
     assert bool((off <= 0.5001 * wide).all())
     assert codes.abs().amax(dim=1).tolist() == [127, 127, 0, 127, 127]
-    again = quantized(dequantized(codes, scales))  # what was stored can be stored
+    again = quantize(dequantize(codes, scales))  # what was stored can be stored
     assert torch.equal(again.codes, codes)
-    batch = quantized(values.expand(3, 5, n).clone())
+    batch = quantize(values.expand(3, 5, n).clone())
     assert torch.equal(batch.codes[1], codes)
 
 
 def test_quantized_rounds_to_even() -> None:
     values = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5]])
-    assert quantized(values).codes.tolist() == [[127, 0, 2, 2, 0, -2]]
+    assert quantize(values).codes.tolist() == [[127, 0, 2, 2, 0, -2]]
 
 
 @pytest.mark.parametrize("n", [1, 7, 63, 64, 65, 130])

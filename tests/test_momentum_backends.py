@@ -21,11 +21,12 @@ from cases import (
     problem,
     settings_for,
 )
-from comparison import compare_with_rule
+from comparison import compare_with_rule, inputs_of
 from maxfactor import FAM, MaxFactor, rule
-from maxfactor.backends.step_io import Work
-from maxfactor.backends.torch import filtered, foreach, matrix, plain, stack, tasks
-from maxfactor.rule.reference import MaxFactorHyper
+from maxfactor.backends.torch import batch as torch_batch
+from maxfactor.backends.torch import step as torch_step
+from maxfactor.rule import MaxFactorSettings, reference
+from maxfactor.state import init_state
 
 BACKENDS = ["plain", "blocks", "foreach"]
 LARGE = [(700, 333), (3, 70_000), (40, 30, 90), (70_001,)]
@@ -35,7 +36,7 @@ LARGE = [(700, 333), (3, 70_000), (40, 30, 90), (70_001,)]
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both backends, and plain once more with every matrix, however small, in several blocks."""
     if request.param == "blocks":
-        monkeypatch.setattr(plain, "CPU_BLOCK", 50)
+        monkeypatch.setattr(torch_step, "CPU_BLOCK", 50)
     return str(request.param)
 
 
@@ -54,8 +55,8 @@ def test_backends(momentum: str, direction: str, backend: str) -> None:
 def test_large_matrices_in_blocks(
     momentum: str, direction: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain, "CPU_BLOCK", 20_000)
-    monkeypatch.setattr(foreach, "CHUNK", 100_000)
+    monkeypatch.setattr(torch_step, "CPU_BLOCK", 20_000)
+    monkeypatch.setattr(torch_step, "DEVICE_BLOCK", 100_000)
     cases = [problem(shape, steps=5, seed=i) for i, shape in enumerate(LARGE)]
     compare_with_rule(settings_for(momentum, "int8", direction, "current"), cases, kind)
 
@@ -82,9 +83,9 @@ def test_other_dtypes(direction: str, dtype: torch.dtype, backend: str) -> None:
 
 def test_without_reading_the_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs where step and lr are on a device: every number stays a tensor."""
-    for module in (rule, tasks, stack, matrix, filtered):
+    for module in (reference, torch_batch, torch_step):
         monkeypatch.setattr(module, "host_scalar", lambda x: x)
-    monkeypatch.setattr(foreach, "CHUNK", 400)
+    monkeypatch.setattr(torch_step, "DEVICE_BLOCK", 400)
     shapes = [*SHAPES.values(), *LONG_ROWS.values(), (31, 7)]
     cases = [problem(shape, steps=6, seed=i) for i, shape in enumerate(shapes)]
     for momentum, store in [("nesterov", "int8"), ("fam", "bf16"), ("bands", "int8")]:
@@ -96,16 +97,16 @@ def test_without_reading_the_counter(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_counters_that_differ(backend: str) -> None:
     """Parameters of one shape that have taken different numbers of steps."""
     settings: dict[str, Any] = {"momentum": FAM(warmup=2), "scale": "initial"}
-    hyper = MaxFactorHyper(**settings)
+    checked_ = MaxFactorSettings(**settings)
     cases = [problem((6, 5), steps=6, seed=seed) for seed in range(3)]
     params: list[Tensor] = [torch.nn.Parameter(case.weight.clone()) for case in cases]
     optimizer = MaxFactor(params, foreach=backend == "foreach", fused=False, **settings)
-    expected = [(case.weight, rule.init_state(case.weight, hyper)) for case in cases]
+    expected = [(case.weight, rule.init_state(case.weight, checked_)) for case in cases]
     for t in range(6):
         for i, case in enumerate(cases):
             params[i].grad = None if t == 1 + i else case.grads[t].clone()
             if t != 1 + i:
-                expected[i] = rule.step(expected[i][0], case.grads[t], expected[i][1], hyper)[:2]
+                expected[i] = rule.step(expected[i][0], case.grads[t], expected[i][1], checked_)[:2]
         optimizer.step()
     for param, (weight, state) in zip(params, expected, strict=True):
         torch.testing.assert_close(param.detach(), weight, rtol=1e-5, atol=1e-6)
@@ -122,7 +123,12 @@ def test_no_temporary_of_the_parameters_size(momentum: str, direction: str) -> N
     optimizer.step()
     with NewTensors([param, param.grad, *optimizer.state[param].values()]) as record:
         optimizer.step()
-    assert 0 < record.largest <= plain.block_size(param.device) <= param.numel() // 4
+    assert (
+        0
+        < record.largest
+        <= torch_step.block_size(param.device, foreach=False)
+        <= param.numel() // 4
+    )
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -237,19 +243,22 @@ def test_cuda(
     momentum: str, direction: str, step_on_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rule's own step on the device, without a wait for it."""
-    monkeypatch.setattr(foreach, "CHUNK", 100_000)
-    hyper = MaxFactorHyper(**settings_for(momentum, "int8", direction, "initial"))
+    monkeypatch.setattr(torch_step, "DEVICE_BLOCK", 100_000)
+    checked_ = MaxFactorSettings(**settings_for(momentum, "int8", direction, "initial"))
     shapes = [*SHAPES.values(), *LONG_ROWS.values(), (300, 777), (64, 64), (64, 64)]
     cases = [problem(shape, steps=5) for shape in shapes]
     params = [case.weight.cuda() for case in cases]
-    states = [rule.init_state(p, hyper, step_on_device=step_on_device) for p in params]
+    states = [
+        init_state(p, checked_.rules.of(tuple(p.shape)), step_on_device=step_on_device)
+        for p in params
+    ]
     for t in range(5):
         grads = [case.grads[t].cuda() for case in cases]
         triples = list(zip(params, grads, states, strict=True))
-        expected = [rule.step(p, g, s, hyper) for p, g, s in triples]
-        works = [Work(name="w", param=p, grad=g, state=s, hyper=hyper) for p, g, s in triples]
+        expected = [rule.step(p, g, s, checked_) for p, g, s in triples]
+        works = inputs_of(params, grads, states, checked_)
         with no_host_sync():
-            foreach.step(works, check=False)
+            torch_step.step(works, check=False, foreach=True)
         for work, result in zip(works, expected, strict=True):
             alpha = float(result.step_size)
             assert torch.equal(work.state["step"], result.state["step"])

@@ -15,7 +15,7 @@ from cases import (
     MOMENTUM_RUNS,
 )
 from maxfactor import FAM, MaxFactor, rule
-from maxfactor.rule.reference import MaxFactorHyper
+from maxfactor.rule import MaxFactorSettings
 
 
 def net(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -112,12 +112,12 @@ def test_shapes_and_bytes_of_the_state() -> None:
         (5, 2, 3, 3): (5, 2, 1, 1),
         (130, 65): (130, 2),
     }.items():
-        state = rule.init_state(torch.zeros(shape), MaxFactorHyper(momentum=FAM(bands=3)))
+        state = rule.init_state(torch.zeros(shape), MaxFactorSettings(momentum=FAM(bands=3)))
         assert state["momentum"].shape == shape
         assert state["momentum"].dtype == torch.int8
         assert state["momentum_scale"].shape == scales
         assert state["band_sums"].shape == (3, 3)
-    large = rule.init_state(torch.zeros(1280, 1280), MaxFactorHyper(momentum=FAM()))
+    large = rule.init_state(torch.zeros(1280, 1280), MaxFactorSettings(momentum=FAM()))
     assert sum(x.numel() * x.element_size() for x in large.values()) <= 1.07 * 1280 * 1280
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oracle
-from cases import ADAFACTOR_VARIANTS, SHAPES, STEPS, VARIANTS, Problem, problem
+from cases import ADAFACTOR_VARIANTS, SHAPES, STEPS, VARIANTS, Problem, arguments, problem
 from maxfactor import Adafactor, MaxFactor, recipe
 from maxfactor.optimizer import FactoredOptimizer
 
@@ -56,7 +56,7 @@ def maxfactor_pair(
     case: Problem, version: str, variant: dict[str, Any]
 ) -> tuple[list[dict[str, Tensor]], list[oracle.Snapshot]]:
     param = torch.nn.Parameter(case.weight.clone())
-    optimizer = MaxFactor([param], **(recipe(f"published-{version}") | variant))
+    optimizer = MaxFactor([param], **arguments(recipe(f"published-{version}"), variant))
     weight, grads = case.arrays()
     return run(optimizer, param, case), oracle.maxfactor(weight, grads, version, **variant)
 
@@ -71,11 +71,11 @@ def test_maxfactor(shape: str, version: str, variant: str) -> None:
 @pytest.mark.parametrize("variant", ADAFACTOR_VARIANTS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_adafactor(shape: str, variant: str) -> None:
-    case, arguments = problem(SHAPES[shape]), ADAFACTOR_VARIANTS[variant]
+    case, chosen = problem(SHAPES[shape]), ADAFACTOR_VARIANTS[variant]
     param = torch.nn.Parameter(case.weight.clone())
-    history = run(Adafactor([param], **arguments), param, case)
+    history = run(Adafactor([param], **chosen), param, case)
     weight, grads = case.arrays()
-    compare(history, oracle.adafactor(weight, grads, **arguments))
+    compare(history, oracle.adafactor(weight, grads, **chosen))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-15, 1e-6, 1e6, 1e15])

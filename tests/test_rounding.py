@@ -9,7 +9,7 @@ import torch
 
 from maxfactor import MaxFactor
 from maxfactor.rule.rounding import rounded
-from maxfactor.settings import MaxFactorHyper
+from maxfactor.settings import MaxFactorSettings
 
 STEPS, SIZE = 10_000, 1024
 
@@ -39,9 +39,9 @@ def test_ten_thousand_small_changes(gradient: float) -> None:
 @pytest.mark.parametrize("value", [1.0, -3.1, 1e-3, 2e-6, 5e-8, 0.0, 60000.0])
 def test_the_mean_is_the_value(dtype: torch.dtype, value: float) -> None:
     """Over many positions; both neighbours occur, and nothing else. Subnormal numbers too."""
-    hyper = MaxFactorHyper(rounding="stochastic", seed=5)
+    rule = MaxFactorSettings(rounding="stochastic", seed=5).rules.matrix
     w = torch.full((1 << 16,), value)
-    low = rounded(w, dtype, hyper, 7.0).double()
+    low = rounded(w, dtype, rule, 7.0).double()
     exact = float(w[0])
     step = (low.max() - low.min()).item()
     assert len(low.unique()) <= 2
@@ -50,11 +50,11 @@ def test_the_mean_is_the_value(dtype: torch.dtype, value: float) -> None:
 
 
 def test_what_a_16_bit_number_can_hold_stays() -> None:
-    hyper = MaxFactorHyper(rounding="stochastic", seed=1)
+    rule = MaxFactorSettings(rounding="stochastic", seed=1).rules.matrix
     special = torch.tensor([0.0, -0.0, 1.5, float("inf"), float("-inf"), float("nan")])
     for dtype in (torch.bfloat16, torch.float16):
         torch.testing.assert_close(
-            rounded(special, dtype, hyper, 3.0), special.to(dtype), equal_nan=True
+            rounded(special, dtype, rule, 3.0), special.to(dtype), equal_nan=True
         )
 
 
@@ -74,10 +74,10 @@ def test_repeatable_from_torchs_seed() -> None:
 
 def test_positions_continue_across_blocks() -> None:
     """A block that knows where it starts gets the same noise as within the whole."""
-    hyper = MaxFactorHyper(seed=2**63 + 11)
+    rule = MaxFactorSettings(seed=2**63 + 11).rules.matrix
     w = torch.randn(1000)
-    whole = rounded(w, torch.bfloat16, hyper, 9.0)
-    parts = [rounded(w[s : s + 300], torch.bfloat16, hyper, 9.0, s) for s in range(0, 1000, 300)]
+    whole = rounded(w, torch.bfloat16, rule, 9.0)
+    parts = [rounded(w[s : s + 300], torch.bfloat16, rule, 9.0, s) for s in range(0, 1000, 300)]
     assert torch.equal(whole, torch.cat(parts))
-    tensor_time = rounded(w, torch.bfloat16, hyper, torch.tensor(9.0))
+    tensor_time = rounded(w, torch.bfloat16, rule, torch.tensor(9.0))
     assert torch.equal(whole, tensor_time)

@@ -13,7 +13,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from cases import problem
 from maxfactor import Adafactor, MaxFactor, recipe
-from maxfactor.backends.torch import deal
+from maxfactor.backends.torch import batch as torch_batch
+from maxfactor.backends.torch import step as torch_step
+from maxfactor.distributed import owner_exchange
 from maxfactor.distributed.placement import local
 from maxfactor.rule.newton_schulz import orthogonal
 from ranks import Ranks, mesh_of
@@ -42,9 +44,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "0.1": recipe("published-0.1"),
     "0.2": recipe("published-0.2"),
     "0.3": recipe("published-0.3"),
-    "no max_norm": {"max_norm": False},
-    "dense": {"full_matrix": True},
-    "last": {"factor": "last"},
+    "no max_norm": {"switches": {"max_norm": False}},
+    "dense": {"switches": {"full_matrix": True}},
+    "last": {"switches": {"factor": "last"}},
     "small d": {"d": 0.2, "scale": "initial"},
     "factored": {"direction": "factored"},
     "factored last": {"direction": "factored", "maximize": True},
@@ -295,7 +297,8 @@ def orthogonalised_here(layout: Layout) -> int:
         return orthogonal(y)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(deal, "orthogonal", counted)
+        for module in (torch_batch, torch_step):
+            patched.setattr(module, "orthogonal", counted)
         optimizer.step()
     return sum(counts)
 
@@ -327,7 +330,7 @@ def travels_as_bfloat16() -> None:
     param.grad, shard.grad = case.grads[0].clone(), placed(case.grads[0], mesh, (0,))
     single.step()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(deal, "WIRE", {"cpu": torch.bfloat16})
+        patched.setattr(owner_exchange, "WIRE", {"cpu": torch.bfloat16})
         sharded.step()
     move = float((param.detach() - case.weight).abs().max())
     same(shard.detach(), param.detach(), "parameter: ", 0.02 * move / float(param.abs().max()))

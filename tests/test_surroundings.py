@@ -249,7 +249,7 @@ def test_a_setting_that_the_state_was_not_made_for(
     params = parameters(shape)
     optimizer = MaxFactor(params)
     advance(optimizer, params)
-    optimizer.param_groups[0][name] = value
+    optimizer.param_groups[0]["switches"] = {name: value}
     with pytest.raises(ValueError, match=rf"'param_0' was changed after its first step .*{name}"):
         advance(optimizer, params)
 
@@ -280,7 +280,11 @@ def test_vectors_that_move_by_their_filtered_update(backend: dict[str, Any], d: 
     """(7) divides by max|y| though nothing moves by signs."""
 
     def make(own: dict[str, Any]) -> Callable[..., MaxFactor]:
-        settings: dict[str, Any] = {"momentum": 0.9, "vector_direction": "update", "d": d}
+        settings: dict[str, Any] = {
+            "momentum": 0.9,
+            "switches": {"vector_direction": "update"},
+            "d": d,
+        }
         return lambda params: MaxFactor(params, **settings, **own)
 
     shapes = [(64,), (6, 16)]

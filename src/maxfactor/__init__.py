@@ -2,19 +2,20 @@
 
 from maxfactor import rule
 from maxfactor.adafactor import Adafactor
+from maxfactor.maxfactor import MaxFactor
 from maxfactor.model_groups import for_model
-from maxfactor.optimizer import MaxFactor
 from maxfactor.recipes import recipe
-from maxfactor.rule.fam import FAM
 from maxfactor.schedule import AdaptiveSchedule
+from maxfactor.settings import FAM, Switches
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "FAM",
     "Adafactor",
     "AdaptiveSchedule",
     "MaxFactor",
+    "Switches",
     "__version__",
     "for_model",
     "recipe",

@@ -1,11 +1,15 @@
-"""Adafactor on MaxFactor's machinery."""
+"""Adafactor on MaxFactor's machinery.
+
+References:
+    Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from maxfactor.optimizer import FactoredOptimizer, Params
-from maxfactor.settings import AdafactorHyper
+from maxfactor.settings import AdafactorSettings, Factoring, Nonfinite, Rounding
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +37,7 @@ class Adafactor(FactoredOptimizer):
         clip_threshold: Bound on RMS(u).
         weight_decay: Decay of W in each step, as a share of lr_t.
         maximize: Go up instead of down.
-        factor: "auto" or "last", as for `MaxFactor`.
+        factor: "auto" or "last", as in `Switches`.
         relative_step: True makes `lr` what torch.optim.Adafactor means by it:
             lr_t = min(lr, 1/sqrt(t)) * max(eps2, RMS(W)), and decay by lr * weight_decay.
             None: True without an lr, False with one.
@@ -41,10 +45,10 @@ class Adafactor(FactoredOptimizer):
             average, "nearest" loses them. None: stochastic for bfloat16, nearest for float16.
         seed: Seed of the stochastic rounding. None takes torch's seed, but 0 in a process group,
             where all ranks must round alike and torch's seeds may differ.
-        foreach: True runs each operation over lists of tensors.
-        fused: True runs the Triton kernels. None for both: fused on CUDA if Triton is there,
-            else foreach there; parameter by parameter on the CPU. Sharded parameters (DTensors)
-            refuse foreach, and have a backend of their own for what the kernels cannot do.
+        foreach: True runs torch operations over batches of all tensors of one shape. None or
+            False batches only small tensors on the CPU. Sharded parameters (DTensors) refuse it.
+        fused: True runs the Triton kernels, False torch operations. None takes the kernels on CUDA
+            if Triton is there and can run the step.
         capturable: True counts steps on the device, for CUDA graphs. A replay skips and counts
             as a step does, but cannot raise: call `check_skipped` now and then.
         nonfinite: What a NaN or infinity in any gradient does to the step. "skip": nothing is
@@ -59,7 +63,7 @@ class Adafactor(FactoredOptimizer):
         >>> optimizer.step()
     """
 
-    hyper_class = AdafactorHyper
+    settings_class = AdafactorSettings
     made_by = "maxfactor.Adafactor"
 
     def __init__(
@@ -72,14 +76,14 @@ class Adafactor(FactoredOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        factor: str = "auto",
+        factor: Factoring = "auto",
         relative_step: bool | None = None,
-        rounding: str | None = None,
+        rounding: Rounding | None = None,
         seed: int | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
-        nonfinite: str = "skip",
+        nonfinite: Nonfinite = "skip",
     ) -> None:
         defaults: dict[str, Any] = {
             "lr": lr,

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from maxfactor.settings import MaxFactorHyper
 from maxfactor.state import state_dtypes, state_shapes
 
 if TYPE_CHECKING:
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from maxfactor.settings import Hyper
+    from maxfactor.settings import GroupRules, TensorRule
     from maxfactor.state import Shape
 
 EXAMPLES = 3  # parameters that a row names
@@ -104,45 +103,47 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def describe_group(
-    label: str, named: Sequence[tuple[str, Tensor]], hyper: Hyper, lr: float | Tensor | None
+    label: str, named: Sequence[tuple[str, Tensor]], rules: GroupRules, lr: float | Tensor | None
 ) -> Row:
     """Describe a group from shapes and settings alone, so before its first step too."""
     shapes = [tuple(param.shape) for _, param in named]
-    is_vector = all(len(shape) < 2 for shape in shapes)
+    # Of the matrices, where a group has matrices and vectors.
+    rule = rules.vector if all(len(shape) < 2 for shape in shapes) else rules.matrix
     return Row(
         group=label,
         tensors=len(named),
         parameters=sum(math.prod(shape) for shape in shapes),
-        state_bytes=sum(state_bytes(shape, hyper) for shape in shapes),
+        state_bytes=sum(state_bytes(shape, rules.of(shape)) for shape in shapes),
         # Waits for the device where lr is a tensor there; this is asked for by the user.
         lr=None if lr is None else float(lr),
-        weight_decay=hyper.weight_decay,
-        direction=_direction(hyper, is_vector=is_vector),
-        momentum=_momentum(hyper, is_vector=is_vector),
+        weight_decay=rule.weight_decay,
+        direction=_direction(rule),
+        momentum=_momentum(rule),
         examples=tuple(f"{name} {tuple(param.shape)}" for name, param in named[:EXAMPLES]),
     )
 
 
-def state_bytes(shape: Shape, hyper: Hyper) -> int:
+def state_bytes(shape: Shape, rule: TensorRule) -> int:
     """The bytes of the state of a parameter of `shape`."""
-    dtypes = state_dtypes(shape, hyper)
+    dtypes = state_dtypes(shape, rule)
     return sum(
-        math.prod(kept) * dtypes[key].itemsize for key, kept in state_shapes(shape, hyper).items()
+        math.prod(kept) * dtypes[key].itemsize for key, kept in state_shapes(shape, rule).items()
     )
 
 
-def _direction(hyper: Hyper, *, is_vector: bool) -> str:
-    if not isinstance(hyper, MaxFactorHyper):
-        return "factored"
-    return "sign_max" if is_vector and hyper.direction == "orthogonal" else hyper.direction
+def _direction(rule: TensorRule) -> str:
+    if rule.is_orthogonal:
+        return "orthogonal"
+    return "sign_max" if rule.divides_by_peak else "factored"
 
 
-def _momentum(hyper: Hyper, *, is_vector: bool) -> str:
-    """The memory and its store; that of the matrices, where a group has both."""
-    store = hyper.momentum_store(is_vector=is_vector)
-    if store is None or not isinstance(hyper, MaxFactorHyper):
+def _momentum(rule: TensorRule) -> str:
+    """The memory, and how it is stored."""
+    if not rule.has_momentum:
         return "none"
-    memory = f"{hyper.fixed_beta:g}{' nesterov' if hyper.nesterov else ''}"
-    if hyper.fam is not None and not is_vector:
-        memory = "FAM" if hyper.bands == 1 else f"FAM {hyper.bands} bands"
-    return f"{memory} {store}"
+    memory = f"{rule.beta:g}"
+    if rule.fam is not None:
+        memory = "FAM" if rule.bands == 1 else f"FAM {rule.bands} bands"
+    elif rule.looks_ahead:
+        memory += " nesterov"
+    return f"{memory} {rule.momentum_dtype}"

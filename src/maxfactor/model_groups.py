@@ -16,14 +16,14 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from maxfactor.optimizer import MaxFactor
+from maxfactor.maxfactor import MaxFactor
 from maxfactor.recipes import COMMON, KINDS, find_recipe
-from maxfactor.settings import Execution, MaxFactorHyper, check_lr
+from maxfactor.settings import Execution, MaxFactorSettings, check_lr
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from maxfactor.recipes import Recipe
+    from maxfactor.recipes import Recipe, RecipeName
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
@@ -44,7 +44,7 @@ PRECEDENCE = ("embedding", "head", "conv", "hidden", "vector")
 
 def for_model(
     model: nn.Module,
-    recipe: str = "quality",
+    recipe: RecipeName = "quality",
     lr: float | Tensor | None = None,
     **overrides: Any,
 ) -> MaxFactor:
@@ -109,7 +109,7 @@ def for_model(
 
 
 def _check_names(overrides: dict[str, Any]) -> None:
-    known = sorted({*MaxFactorHyper.names(), *Execution.names()} - {"lr"})
+    known = sorted({*MaxFactorSettings.names(), *Execution.names()} - {"lr"})
     for name in overrides:
         if name not in known:
             raise TypeError(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from maxfactor.rule.fam import FAM
+from maxfactor.settings import FAM, Switches
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+RecipeName = Literal[
+    "quality", "fast", "lean", "published-0.1", "published-0.2", "published-0.3", "published-1.0"
+]
 
 # What `for_model` sorts a model's parameters into, in the order of its groups.
 KINDS = ("hidden", "conv", "embedding", "head", "vector")
@@ -47,50 +51,51 @@ class Recipe:
 COMMON = {"lr": 0.01, "gamma": 0.99, "d": 1.0}
 
 # One column of the table of versions each; what a version leaves out has its default.
-RECIPES: dict[str, dict[str, Any]] = {
+PUBLISHED: dict[str, dict[str, Any]] = {
     "published-0.1": {
         "eps": (None, 1e-3),
         "weight_decay": 0.0,
-        "eps_rms": 1e-8,
+        "switches": Switches(eps_rms=1e-8),
     },
     "published-0.2": {
         "eps": (None, 1e-3),
         "weight_decay": 0.0,
-        "kappa_bounds": (0.0, 0.999),
-        "step_rule": "ramp",
-        "decay_by": "step_size",
-        "mean_eps": 1e-12,
-        "clip_threshold": 1.0,
-        "vector_direction": "update",
+        "switches": Switches(
+            kappa_bounds=(0.0, 0.999),
+            step_rule="ramp",
+            decay_by="step_size",
+            mean_eps=1e-12,
+            clip_threshold=1.0,
+            vector_direction="update",
+        ),
     },
     "published-0.3": {
         "eps": (1e-10, 1e-4),
         "weight_decay": 0.01,
-        "kappa_bounds": (0.001, 0.999),
-        "min_lr": 1e-7,
-        "mean_eps": None,
-        "scalar_boost": 2.0,
-        "vector_direction": "update",
+        "switches": Switches(
+            kappa_bounds=(0.001, 0.999),
+            min_lr=1e-7,
+            mean_eps=None,
+            scalar_boost=2.0,
+            vector_direction="update",
+        ),
     },
-    "published-1.0": {
-        "eps": (1e-10, 1e-3),
-        "weight_decay": 0.01,
-    },
+    "published-1.0": {"eps": (1e-10, 1e-3), "weight_decay": 0.01},
 }
 
-# Recipes of our own: version 1.0 but for what is said here.
-BY_KIND: dict[str, Recipe] = {
+# Recipes of our own: version 1.0 but for what is said here. Their decay follows the step.
+OWN: dict[str, Recipe] = {
     "lean": Recipe({**COMMON, "lr": 0.028, "weight_decay": 0.0, "direction": "factored"}),
-    # Longest memory, rates and their shares by benchmarks/momentum_study.py, tables `fam`, `batch`.
     "fast": Recipe(
         {
             **COMMON,
             "momentum": FAM(beta_max=0.84),
             "momentum_dtype": "int8",
             "lr": 0.04,
-            "decay_by": "relative_step",
+            "weight_decay": 0.01,
             "direction": "factored",
-            "d": math.inf,  # (10) has bounded what the filter takes in
+            "d": math.inf,  # (10) has bounded the input of the filter
+            "switches": Switches(decay_by="relative_step"),
         },
         {
             "embedding": {"lr_share": 0.5},
@@ -98,7 +103,6 @@ BY_KIND: dict[str, Recipe] = {
             "vector": {"lr_share": 0.25},
         },
     ),
-    # By benchmarks/momentum_study.py, tables `main`, `memory`, `vectors` and `range`.
     "quality": Recipe(
         {
             **COMMON,
@@ -106,10 +110,10 @@ BY_KIND: dict[str, Recipe] = {
             "momentum_dtype": "int8",
             "lr": 0.02,
             "weight_decay": 0.03,
-            "decay_by": "relative_step",
             "direction": "factored",
             "d": math.inf,
             "scale": "initial",
+            "switches": Switches(decay_by="relative_step"),
         },
         {
             "hidden": {"direction": "orthogonal", "momentum": 0.9, "nesterov": True},
@@ -120,17 +124,17 @@ BY_KIND: dict[str, Recipe] = {
 }
 
 
-def find_recipe(name: str) -> Recipe:
+def find_recipe(name: RecipeName) -> Recipe:
     """Return a recipe by its name, or say which there are."""
-    if name in RECIPES:
-        return Recipe({**COMMON, **RECIPES[name]})
-    if name not in BY_KIND:
-        known = ", ".join(repr(known) for known in (*RECIPES, *BY_KIND))
+    if name in PUBLISHED:
+        return Recipe({**COMMON, **PUBLISHED[name]})
+    if name not in OWN:
+        known = ", ".join(repr(known) for known in (*OWN, *PUBLISHED))
         raise ValueError(f"unknown recipe {name!r}; known recipes: {known}")
-    return BY_KIND[name]
+    return OWN[name]
 
 
-def recipe(name: str) -> dict[str, Any]:
+def recipe(name: RecipeName) -> dict[str, Any]:
     """Return the arguments of a published version of MaxFactor, or of another recipe.
 
     Args:
@@ -143,7 +147,7 @@ def recipe(name: str) -> dict[str, Any]:
     Example:
         >>> import torch, maxfactor
         >>> weight = torch.nn.Parameter(torch.ones(3, 2))
-        >>> settings = maxfactor.recipe("published-0.2") | {"clip_threshold": 0.0}
+        >>> settings = maxfactor.recipe("published-0.2") | {"weight_decay": 0.1}
         >>> optimizer = maxfactor.MaxFactor([weight], **settings)
     """
     found = find_recipe(name)

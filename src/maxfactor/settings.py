@@ -1,15 +1,22 @@
-"""Hyper-parameters: checked once, named as in the parameter groups, and nothing else.
+"""Settings: checked once, resolved once.
 
-An optimizer's group is a plain dict, as torch wants it. Before it is used it becomes one of the
-frozen dataclasses below, so the maths and the backends never see a value that was not checked.
+A parameter group is a plain dict, as torch wants it. `MaxFactorSettings` and `AdafactorSettings`
+check it. Their `rules` say, in plain fields, what the equations do to each kind of tensor: a
+`TensorRule` for matrices, one for vectors, one for single values. The maths and the backends read
+those fields and never ask which optimizer or which direction they belong to.
+
+To add a setting: a field and its check here, the `TensorRule` field it resolves to, the argument of
+the optimizer class, the equation in `rule/reference.py`, and its two faster forms.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from numbers import Integral, Real
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +24,7 @@ from torch import Tensor
 from maxfactor.checks import (
     check_above_zero,
     check_choice,
+    check_count,
     check_flag,
     check_not_negative,
     check_number,
@@ -25,21 +33,533 @@ from maxfactor.checks import (
     check_share,
     check_whole,
 )
-from maxfactor.rule.fam import FAM, as_setting
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
-
-FACTORINGS = ("auto", "last")
-STEP_RULES = ("relative", "ramp")
-DECAY_RULES = ("lr", "step_size", "relative_step")
-VECTOR_DIRECTIONS = ("sign_max", "update")
-DIRECTIONS = ("sign_max", "factored", "orthogonal")
-SCALES = ("current", "initial")
-MOMENTUM_DTYPES = ("int8", "bf16", "fp32")
-ROUNDINGS = ("stochastic", "nearest")
-NONFINITE = ("skip", "raise", "ignore")
+ADAFACTOR_MAX_STEP = 1e-2  # the paper's cap of the relative step, where no lr is given
+BLOCK = 64  # values of a row that share an int8 scale, and the length of a DCT
 SHARED_SEED = 0  # of the rounding noise where there are several processes
+
+Factoring = Literal["auto", "last"]
+StepRule = Literal["relative", "ramp"]
+DecayBy = Literal["lr", "relative_step", "step_size"]
+VectorDirection = Literal["sign_max", "update"]
+Direction = Literal["sign_max", "factored", "orthogonal"]
+Scale = Literal["current", "initial"]
+MomentumDtype = Literal["int8", "bf16", "fp32"]
+Rounding = Literal["stochastic", "nearest"]
+Nonfinite = Literal["skip", "raise", "ignore"]
+
+S = TypeVar("S", bound="Settings")
+C = TypeVar("C")
+
+
+# ------------------------------------------------------------------- what a tensor's rule does
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRule:
+    """What the equations do to one kind of tensor. The learning rate is not in it: it changes."""
+
+    factor: Factoring
+    maximize: bool
+    rounding: Rounding | None
+    seed: int
+    # (1) kappa = t^beta2_decay, within bounds
+    beta2_decay: float
+    kappa_low: float = 0.0
+    kappa_high: float = 1.0
+    # (2) (3) the step size
+    min_lr: float = 0.0
+    eps2: float
+    ramps: bool = False  # version 0.2: alpha = min(lr, size * min(1e-6 t, 1/sqrt(t)))
+    absolute: bool = False  # Adafactor with an lr: alpha = lr
+    keeps_initial_rms: bool = False  # size is the RMS of the first step
+    # (4) decay by lr, by rho, or by alpha where both are False
+    weight_decay: float
+    decays_by_lr: bool = False
+    decays_by_rho: bool = False
+    # (5) second moments
+    dense: bool  # a full v in place of R and C
+    gamma: float | None = None  # memory of a dense v; None: 1 - kappa
+    count_eps: float = 0.0  # added to the counts that the means divide by
+    offset: float = 0.0  # added to the squares
+    # (6) V = R C / mean R, / max R, or as it is where both are False
+    divides_by_mean: bool = False
+    divides_by_max: bool = False
+    floor: float = FLOAT32_TINY  # smallest divisor of (6) and (7)
+    variance_floor: float = FLOAT32_TINY  # smallest V
+    # (7) (8)
+    divides_by_peak: bool = False  # U / max|U|
+    norm_clip: float = 0.0  # version 0.2: clip of ||U||; 0 for none
+    rms_bound: float = math.inf  # d of (8); inf where (8) is 1
+    # (9)
+    moves_by_sign: bool = False  # sign(U) * row maximum, else U
+    is_orthogonal: bool = False
+    boost: float | None = None  # version 0.3's rule for single values
+    eps1: float
+    # (10) to (13)
+    has_momentum: bool = False
+    momentum_dtype: MomentumDtype = "fp32"
+    beta: float = 0.0  # where FAM does not adapt it
+    mix: float = 0.0  # mu of (13)
+    looks_ahead: bool = False  # mu = 1 - beta, Nesterov's
+    fam: FAM | None = None
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether (10) to (13) come before (7): with momentum, and in the orthogonal direction."""
+        return self.has_momentum or self.is_orthogonal
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether ||U|| plays a part."""
+        return not self.is_orthogonal and (self.norm_clip > 0.0 or self.rms_bound < math.inf)
+
+    @property
+    def needs_mean(self) -> bool:
+        """Whether the mean of R, or of v, plays a part."""
+        return self.is_filtered or (self.divides_by_mean and not self.dense)
+
+    @property
+    def bands(self) -> int:
+        """How many bands FAM adapts; 0 without FAM."""
+        return 0 if self.fam is None else self.fam.bands
+
+    def is_stochastic(self, dtype: torch.dtype) -> bool:
+        """Whether a parameter of this dtype is written with stochastic rounding."""
+        if dtype == torch.bfloat16:
+            return self.rounding != "nearest"
+        return dtype == torch.float16 and self.rounding == "stochastic"
+
+
+@dataclass(frozen=True)
+class GroupRules:
+    """The rules of a group's tensors."""
+
+    matrix: TensorRule
+    vector: TensorRule
+    single: TensorRule | None = None  # of parameters with one value; None: no rule of their own
+
+    def of(self, shape: tuple[int, ...]) -> TensorRule:
+        """The rule of a parameter of this shape."""
+        if self.single is not None and math.prod(shape) == 1:
+            return self.single
+        return self.vector if len(shape) < 2 else self.matrix
+
+
+# ------------------------------------------------------------------------ settings with fields
+
+
+@dataclass(frozen=True)
+class FAM:
+    """Settings of frequency-adaptive momentum.
+
+    Args:
+        beta_min: Shortest memory, for a band that its past predicts well.
+        beta_max: Longest memory, for a band of noise.
+        start: Memory during the warm-up. Vectors and scalars always have it.
+        warmup: Steps until the sums are trusted.
+        theta: Memory of the sums A and P.
+        mix: Share of the present input in the update. It keeps the update from ringing.
+        bands: Number of bands along a row with a memory of their own, 1 to 64.
+
+    Example:
+        >>> import torch, maxfactor
+        >>> weight = torch.nn.Parameter(torch.ones(3, 2))
+        >>> optimizer = maxfactor.MaxFactor([weight], momentum=maxfactor.FAM(beta_max=0.95))
+    """
+
+    beta_min: float = 0.5
+    beta_max: float = 0.98
+    start: float = 0.9
+    warmup: int = 20
+    theta: float = 0.98
+    mix: float = 0.05
+    bands: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("beta_min", "beta_max", "start", "theta"):
+            object.__setattr__(self, name, check_share(f"FAM's {name}", getattr(self, name)))
+        object.__setattr__(self, "mix", check_number("FAM's mix", self.mix))
+        if not 0.0 <= self.mix <= 1.0:
+            raise ValueError(f"FAM's mix must lie in [0, 1], got {self.mix}")
+        if self.beta_min > self.beta_max:
+            raise ValueError(
+                f"FAM's beta_min must not exceed beta_max, got {self.beta_min} and {self.beta_max}"
+            )
+        for name, low, high in (("warmup", 0, None), ("bands", 1, BLOCK)):
+            whole = check_whole(f"FAM's {name}", getattr(self, name))
+            object.__setattr__(self, name, check_count(f"FAM's {name}", whole, low, high))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switches:
+    """What the published versions do differently, and how weight decay follows the step.
+
+    The defaults are those of version 1.0. docs/published-versions.md has a column for each version.
+
+    Args:
+        factor: How a tensor with more than two dimensions becomes a matrix. "auto": one matrix, by
+            the contiguous split with the fewest rows + columns. "last": the last two dimensions,
+            the others as a batch, as published.
+        max_norm: False leaves out max R in (6) and moves by U itself in (9). Version 0.3.
+        min_lr: Lower bound on rho in (2) wherever lr > 0. Version 0.3.
+        scalar_boost: A number: parameters with a single value move by
+            alpha * scalar_boost * G / (sqrt(v) + eps1) instead. Version 0.3.
+        eps_rms: A number: added to the counts in (5), in place of `mean_eps`, and to the divisors'
+            floors in (6) and (7). Version 0.1.
+        mean_eps: Added to the counts in (5); None means eps1.
+        full_matrix: Keep a dense variance for matrices too, by (5'). Version 0.2.
+        clip_threshold: Clip U to this L2 norm before (8); 0 for no clip. Version 0.2.
+        kappa_bounds: Lower and upper bound of (1).
+        step_rule: "relative" for (2) and (3); "ramp" for version 0.2's
+            alpha = min(lr, max(eps2, RMS(W)) * min(1e-6 * t, 1/sqrt(t))).
+        decay_by: What scales the decay in (4): "lr" as published; "relative_step" for rho of (2),
+            so that decay falls as the step does; "step_size" for alpha, version 0.2.
+        vector_direction: "sign_max" for (9), "update" to move vectors by U itself.
+    """
+
+    factor: Factoring = "auto"
+    max_norm: bool = True
+    min_lr: float = 0.0
+    scalar_boost: float | None = None
+    eps_rms: float | None = None
+    mean_eps: float | None = 1e-8
+    full_matrix: bool = False
+    clip_threshold: float = 0.0
+    kappa_bounds: tuple[float, float] = (0.0, 1.0)
+    step_rule: StepRule = "relative"
+    decay_by: DecayBy = "lr"
+    vector_direction: VectorDirection = "sign_max"
+
+    def __post_init__(self) -> None:
+        _set(
+            self,
+            factor=check_choice("factor", self.factor, get_args(Factoring)),
+            max_norm=check_flag("max_norm", self.max_norm),
+            min_lr=check_not_negative("min_lr", self.min_lr),
+            full_matrix=check_flag("full_matrix", self.full_matrix),
+            clip_threshold=check_not_negative("clip_threshold", self.clip_threshold),
+            kappa_bounds=check_bounds(self.kappa_bounds),
+            step_rule=check_choice("step_rule", self.step_rule, get_args(StepRule)),
+            decay_by=check_choice("decay_by", self.decay_by, get_args(DecayBy)),
+            vector_direction=check_choice(
+                "vector_direction", self.vector_direction, get_args(VectorDirection)
+            ),
+        )
+        if self.scalar_boost is not None:
+            _set(self, scalar_boost=check_positive("scalar_boost", self.scalar_boost))
+        for name in ("eps_rms", "mean_eps"):
+            if getattr(self, name) is not None:
+                _set(self, **{name: check_not_negative(name, getattr(self, name))})
+        if self.step_rule == "ramp" and self.min_lr > 0.0:
+            raise ValueError(
+                f"min_lr={self.min_lr} has no meaning with step_rule='ramp'; set min_lr=0"
+            )
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How steps are run. The same for all groups of an optimizer."""
+
+    foreach: bool | None = None
+    fused: bool | None = None
+    capturable: bool = False
+    nonfinite: Nonfinite = "skip"
+
+    def __post_init__(self) -> None:
+        for name in ("foreach", "fused"):
+            if getattr(self, name) is not None:
+                check_flag(name, getattr(self, name))
+        check_flag("capturable", self.capturable)
+        check_choice("nonfinite", self.nonfinite, get_args(Nonfinite))
+        if self.foreach and self.fused:
+            raise ValueError("foreach=True and fused=True exclude each other; set one of them")
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The settings' names, which are keys of a parameter group."""
+        return [f.name for f in fields(cls)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What every factored optimizer has. Field names are the keys of the parameter groups."""
+
+    lr: float | Tensor | None = None
+    beta2_decay: float = -0.8
+    eps: tuple[float | None, float] = (1e-10, 1e-3)
+    weight_decay: float = 0.0
+    maximize: bool = False
+    rounding: Rounding | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rounding is not None:
+            check_choice("rounding", self.rounding, get_args(Rounding))
+        _set(
+            self,
+            lr=None if self.lr is None else check_lr(self.lr),
+            seed=check_seed(self.seed),
+            beta2_decay=check_beta2_decay(self.beta2_decay),
+            eps=check_eps(self.eps),
+            weight_decay=check_not_negative("weight_decay", self.weight_decay),
+            maximize=check_flag("maximize", self.maximize),
+        )
+
+    @classmethod
+    def from_group(cls: type[S], group: Mapping[str, Any]) -> S:
+        """Check the settings of a parameter group; a missing one takes its default."""
+        return cls(**{name: group[name] for name in cls.names() if name in group})
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The settings' names, which are keys of a parameter group."""
+        return [f.name for f in fields(cls)]
+
+    def as_group(self) -> dict[str, Any]:
+        """The settings as a group holds them; a tensor `lr` stays the caller's own tensor."""
+        return {name: as_setting(getattr(self, name)) for name in self.names()}
+
+    @property
+    def rate(self) -> float | Tensor:
+        """The learning rate, or the cap of Adafactor without one."""
+        return ADAFACTOR_MAX_STEP if self.lr is None else self.lr
+
+    @cached_property
+    def rules(self) -> GroupRules:
+        """What the equations do to each kind of tensor."""
+        return self._resolve()
+
+    def _resolve(self) -> GroupRules:
+        raise NotImplementedError
+
+    def _common(self) -> dict[str, Any]:
+        """The fields of a `TensorRule` that are settings of every optimizer."""
+        return {
+            "maximize": self.maximize,
+            "rounding": self.rounding,
+            "seed": self.seed,
+            "beta2_decay": self.beta2_decay,
+            "eps2": self.eps[1],
+            "weight_decay": self.weight_decay,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaxFactorSettings(Settings):
+    """MaxFactor's settings: the arguments of the class."""
+
+    lr: float | Tensor | None = 0.01
+    d: float = 1.0
+    weight_decay: float = 0.01
+    gamma: float = 0.99
+    momentum: float | FAM | Mapping[str, Any] | None = None
+    nesterov: bool = False
+    momentum_dtype: MomentumDtype | None = None
+    direction: Direction = "sign_max"
+    scale: Scale = "current"
+    switches: Switches | Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lr is None:
+            raise TypeError("lr must be a number, got None (NoneType)")
+        _set(
+            self,
+            d=check_above_zero("d", self.d),
+            gamma=check_share("gamma", self.gamma),
+            momentum=check_momentum(self.momentum),
+            nesterov=check_flag("nesterov", self.nesterov),
+            direction=check_choice("direction", self.direction, get_args(Direction)),
+            scale=check_choice("scale", self.scale, get_args(Scale)),
+            switches=from_mapping(Switches, self.switches or {}, "switches"),
+        )
+        self._check_momentum_dtype()
+        self._check_lookahead()
+        self._check_switches()
+
+    def _check_momentum_dtype(self) -> None:
+        if self.momentum_dtype is None:
+            return
+        check_choice("momentum_dtype", self.momentum_dtype, get_args(MomentumDtype))
+        if self.momentum is None:
+            raise ValueError(
+                f"momentum_dtype={self.momentum_dtype!r} needs a momentum to store: give one, such "
+                "as momentum=0.9, or leave momentum_dtype out"
+            )
+
+    def _check_lookahead(self) -> None:
+        if not self.nesterov or (self.momentum is not None and self._fam is None):
+            return
+        if self.momentum is None:
+            raise ValueError("nesterov=True needs a momentum: give one, such as momentum=0.95")
+        raise ValueError(
+            "nesterov=True is for a fixed momentum such as 0.95; FAM looks ahead by its own mix, "
+            "so set nesterov=False"
+        )
+
+    def _check_switches(self) -> None:
+        """What belongs to a published version has no meaning in what was built on the last."""
+        if self.momentum is None and self.direction == "sign_max":
+            return
+        newer = f"momentum={self.momentum}"
+        if self.momentum is None:
+            newer = f"direction={self.direction!r}"
+        for name in (
+            "max_norm", "scalar_boost", "clip_threshold", "full_matrix", "step_rule", "factor"
+        ):  # fmt: skip
+            value, default = getattr(self.switches, name), getattr(Switches, name)
+            if value != default:
+                raise ValueError(
+                    f"{name}={value!r} cannot be combined with {newer}; set {name}={default!r}, or "
+                    "momentum=None and direction='sign_max' for a published version"
+                )
+
+    @property
+    def _fam(self) -> FAM | None:
+        return self.momentum if isinstance(self.momentum, FAM) else None
+
+    def _resolve(self) -> GroupRules:
+        matrix = self._rule(is_vector=False)
+        single = None
+        if self._switches.scalar_boost is not None:
+            single = replace(matrix, dense=True, boost=self._switches.scalar_boost)
+        return GroupRules(matrix, self._rule(is_vector=True), single)
+
+    @property
+    def _switches(self) -> Switches:
+        assert isinstance(self.switches, Switches)  # made one when the settings were checked
+        return self.switches
+
+    def _rule(self, *, is_vector: bool) -> TensorRule:
+        """Resolve what the equations do to matrices, or to vectors."""
+        switches = self._switches
+        eps1 = FLOAT32_EPS if self.eps[0] is None else self.eps[0]
+        is_orthogonal = self.direction == "orthogonal" and not is_vector
+        is_factored = self.direction == "factored"
+        by_mean = is_factored or is_orthogonal or self.momentum is not None
+        as_update = switches.vector_direction == "update" if is_vector else not switches.max_norm
+        mean_eps = eps1 if switches.mean_eps is None else switches.mean_eps
+        low, high = switches.kappa_bounds
+        # RMS(U) <= max|U| = 1, so from d = 1 on (8) is 1.
+        bound = self.d if is_factored or self.d < 1.0 else math.inf
+        return TensorRule(
+            **self._common(),
+            **self._momentum_fields(is_vector=is_vector),
+            factor=switches.factor,
+            kappa_low=low,
+            kappa_high=high,
+            min_lr=switches.min_lr,
+            ramps=switches.step_rule == "ramp",
+            keeps_initial_rms=self.scale == "initial",
+            decays_by_lr=switches.decay_by == "lr",
+            decays_by_rho=switches.decay_by == "relative_step",
+            dense=is_vector or switches.full_matrix,
+            gamma=self.gamma,
+            count_eps=mean_eps if switches.eps_rms is None else switches.eps_rms,
+            divides_by_mean=by_mean,
+            divides_by_max=switches.max_norm and not by_mean,
+            floor=max(eps1 + (switches.eps_rms or 0.0), FLOAT32_TINY),
+            variance_floor=max(eps1 * eps1, FLOAT32_TINY),
+            divides_by_peak=not is_factored and not is_orthogonal,
+            norm_clip=switches.clip_threshold,
+            rms_bound=math.inf if is_orthogonal else bound,
+            moves_by_sign=not (is_factored or is_orthogonal or as_update),
+            is_orthogonal=is_orthogonal,
+            eps1=eps1,
+        )
+
+    def _momentum_fields(self, *, is_vector: bool) -> dict[str, Any]:
+        if self.momentum is None:
+            return {}
+        fam = self._fam
+        beta = self.momentum if fam is None else fam.start
+        assert isinstance(beta, float)
+        mix = 1.0 - beta if self.nesterov else 0.0
+        return {
+            "has_momentum": True,
+            "momentum_dtype": "fp32" if is_vector else self.momentum_dtype or "int8",
+            "beta": beta,
+            "mix": mix if fam is None else fam.mix,
+            "looks_ahead": self.nesterov,
+            "fam": None if is_vector else fam,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdafactorSettings(Settings):
+    """Adafactor's settings; `relative_step` is True or False once the object exists."""
+
+    eps: tuple[float | None, float] = (1e-30, 1e-3)
+    clip_threshold: float = 1.0
+    relative_step: bool | None = None
+    factor: Factoring = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        relative = self.lr is None if self.relative_step is None else self.relative_step
+        _set(
+            self,
+            clip_threshold=check_positive("clip_threshold", self.clip_threshold),
+            relative_step=check_flag("relative_step", relative),
+            factor=check_choice("factor", self.factor, get_args(Factoring)),
+        )
+        if self.lr is None and not self.relative_step:
+            raise ValueError("relative_step=False needs a learning rate: give lr, such as lr=1e-3")
+
+    def _resolve(self) -> GroupRules:
+        matrix = self._rule(is_vector=False)
+        return GroupRules(matrix, replace(matrix, dense=True))
+
+    def _rule(self, *, is_vector: bool) -> TensorRule:
+        eps1 = 1e-30 if self.eps[0] is None else self.eps[0]
+        return TensorRule(
+            **self._common(),
+            factor=self.factor,
+            absolute=not self.relative_step,
+            # With an lr this is torch.optim.Adafactor's rule, where lr itself scales the decay.
+            decays_by_lr=self.lr is not None,
+            dense=is_vector,
+            offset=eps1,
+            divides_by_mean=True,
+            rms_bound=self.clip_threshold,
+            eps1=eps1,
+        )
+
+
+# --------------------------------------------------------------------------------- small pieces
+
+
+def _set(owner: object, **values: object) -> None:
+    for name, value in values.items():
+        object.__setattr__(owner, name, value)  # frozen for everybody but __post_init__
+
+
+def as_setting(value: object) -> object:
+    """What a parameter group holds: plain values, which any checkpoint may load."""
+    if isinstance(value, (FAM, Switches)):
+        return asdict(value)
+    is_plain = type(value) in (bool, int, float)  # numpy's float64 is a float, too
+    if is_plain or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def from_mapping(cls: type[C], value: C | Mapping[str, Any], name: str) -> C:
+    """An instance of `cls`, or one from a group, a checkpoint or a configuration file."""
+    if isinstance(value, cls):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a {cls.__name__} or a dict of its settings, got {value!r}")
+    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]  # a dataclass
+    for key in value:
+        if key not in known:
+            raise ValueError(
+                f"{cls.__name__} has no setting {key!r}; its settings are {', '.join(known)}"
+            )
+    return cls(**value)
 
 
 def check_lr(value: object) -> float | Tensor:
@@ -76,7 +596,7 @@ def check_momentum(value: object) -> float | FAM | None:
     if value is None or isinstance(value, FAM):
         return value
     if isinstance(value, Mapping):  # a group, a checkpoint or a configuration file
-        return FAM.from_mapping(value)
+        return from_mapping(FAM, value, "momentum")
     if isinstance(value, (str, type)):
         raise TypeError(
             f"momentum must be None, a number such as 0.95 or maxfactor.FAM(), got {value!r}"
@@ -110,299 +630,3 @@ def is_distributed() -> bool:
     if not dist.is_available():
         return False
     return dist.is_initialized() or dist.is_torchelastic_launched()
-
-
-@dataclass(frozen=True)
-class Execution:
-    """How steps are run. The same for all groups of an optimizer."""
-
-    foreach: bool | None = None
-    fused: bool | None = None
-    capturable: bool = False
-    nonfinite: str = "skip"
-
-    def __post_init__(self) -> None:
-        for name in ("foreach", "fused"):
-            if getattr(self, name) is not None:
-                check_flag(name, getattr(self, name))
-        check_flag("capturable", self.capturable)
-        check_choice("nonfinite", self.nonfinite, NONFINITE)
-        if self.foreach and self.fused:
-            raise ValueError("foreach=True and fused=True exclude each other; set one of them")
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """The settings' names, which are keys of a parameter group."""
-        return [f.name for f in fields(cls)]
-
-
-H = TypeVar("H", bound="Hyper")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hyper:
-    """What every factored rule has. Field names are the keys of the parameter groups."""
-
-    beta2_decay: float = -0.8
-    eps: tuple[float | None, float] = (1e-10, 1e-3)
-    weight_decay: float = 0.0
-    maximize: bool = False
-    factor: str = "auto"
-    rounding: str | None = None
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.rounding is not None:
-            check_choice("rounding", self.rounding, ROUNDINGS)
-        self._set(
-            seed=check_seed(self.seed),
-            beta2_decay=check_beta2_decay(self.beta2_decay),
-            eps=check_eps(self.eps),
-            weight_decay=check_not_negative("weight_decay", self.weight_decay),
-            maximize=check_flag("maximize", self.maximize),
-            factor=check_choice("factor", self.factor, FACTORINGS),
-        )
-
-    def _set(self, **values: object) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)  # frozen for everybody but __post_init__
-
-    @classmethod
-    def from_group(cls: type[H], group: Mapping[str, Any]) -> H:
-        """Check the settings of a parameter group; a missing one takes its default."""
-        return cls(**{name: group[name] for name in cls.names() if name in group})
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """The settings' names, which are keys of a parameter group."""
-        return [f.name for f in fields(cls)]
-
-    def as_group(self) -> dict[str, Any]:
-        """The settings as a group holds them; a tensor `lr` stays the caller's own tensor."""
-        return {name: as_setting(getattr(self, name)) for name in self.names()}
-
-    @property
-    def eps1(self) -> float:
-        """eps1, with None resolved to float32's epsilon for every parameter alike."""
-        return FLOAT32_EPS if self.eps[0] is None else self.eps[0]
-
-    @property
-    def eps2(self) -> float:
-        """The smallest RMS(W) that equation (3) will scale by."""
-        return self.eps[1]
-
-    def keeps_dense_variance(self, numel: int) -> bool:  # noqa: ARG002
-        """Whether a tensor that could be factored keeps a full second moment all the same."""
-        return False
-
-    def momentum_store(self, *, is_vector: bool) -> str | None:  # noqa: ARG002
-        """How a tensor's momentum is kept: "int8", "bf16" or "fp32"; None without one."""
-        return None
-
-    def is_filtered(self, *, is_vector: bool) -> bool:  # noqa: ARG002
-        """Whether equations (10) to (13) and what follows them decide on a tensor's move."""
-        return False
-
-    @property
-    def bands(self) -> int:
-        """How many bands FAM adapts in a matrix; 0 without FAM."""
-        return 0
-
-    @property
-    def keeps_initial_rms(self) -> bool:
-        """Whether (3) uses the RMS that a parameter had before its first step."""
-        return False
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaxFactorHyper(Hyper):
-    """MaxFactor's settings: the arguments of the class, the columns of the table of versions."""
-
-    lr: float | Tensor = 0.01
-    d: float = 1.0
-    weight_decay: float = 0.01
-    gamma: float = 0.99
-    max_norm: bool = True
-    min_lr: float = 0.0
-    scalar_boost: float | None = None
-    eps_rms: float | None = None
-    mean_eps: float | None = 1e-8
-    full_matrix: bool = False
-    clip_threshold: float = 0.0
-    kappa_bounds: tuple[float, float] = (0.0, 1.0)
-    step_rule: str = "relative"
-    decay_by: str = "lr"
-    vector_direction: str = "sign_max"
-    momentum: float | FAM | Mapping[str, Any] | None = None
-    nesterov: bool = False
-    momentum_dtype: str | None = None
-    direction: str = "sign_max"
-    scale: str = "current"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._set(
-            lr=check_lr(self.lr),
-            d=check_above_zero("d", self.d),
-            gamma=check_share("gamma", self.gamma),
-            max_norm=check_flag("max_norm", self.max_norm),
-            min_lr=check_not_negative("min_lr", self.min_lr),
-            full_matrix=check_flag("full_matrix", self.full_matrix),
-            clip_threshold=check_not_negative("clip_threshold", self.clip_threshold),
-            kappa_bounds=check_bounds(self.kappa_bounds),
-            step_rule=check_choice("step_rule", self.step_rule, STEP_RULES),
-            decay_by=check_choice("decay_by", self.decay_by, DECAY_RULES),
-            vector_direction=check_choice(
-                "vector_direction", self.vector_direction, VECTOR_DIRECTIONS
-            ),
-            momentum=check_momentum(self.momentum),
-            nesterov=check_flag("nesterov", self.nesterov),
-            direction=check_choice("direction", self.direction, DIRECTIONS),
-            scale=check_choice("scale", self.scale, SCALES),
-        )
-        self._check_store()
-        if self.scalar_boost is not None:
-            self._set(scalar_boost=check_positive("scalar_boost", self.scalar_boost))
-        for name in ("eps_rms", "mean_eps"):
-            if getattr(self, name) is not None:
-                self._set(**{name: check_not_negative(name, getattr(self, name))})
-        if self.step_rule == "ramp" and self.min_lr > 0.0:
-            raise ValueError(
-                f"min_lr={self.min_lr} has no meaning with step_rule='ramp'; set min_lr=0"
-            )
-        self._check_look_ahead()
-        self._check_published_switches()
-
-    def _check_store(self) -> None:
-        if self.momentum_dtype is None:
-            return
-        check_choice("momentum_dtype", self.momentum_dtype, MOMENTUM_DTYPES)
-        if self.momentum is None:
-            raise ValueError(
-                f"momentum_dtype={self.momentum_dtype!r} needs a momentum to store: give one, such "
-                "as momentum=0.9, or leave momentum_dtype out"
-            )
-
-    def _check_look_ahead(self) -> None:
-        if not self.nesterov or isinstance(self.momentum, float):
-            return
-        if self.momentum is None:
-            raise ValueError("nesterov=True needs a momentum: give one, such as momentum=0.95")
-        raise ValueError(
-            "nesterov=True is for a fixed momentum such as 0.95; FAM looks ahead by its own mix, "
-            "so set nesterov=False"
-        )
-
-    def _check_published_switches(self) -> None:
-        """What belongs to a published version has no meaning in what was built on the last."""
-        if self.momentum is None and self.direction == "sign_max":
-            return
-        newer = f"momentum={self.momentum}"
-        if self.momentum is None:
-            newer = f"direction={self.direction!r}"
-        defaults = {
-            "max_norm": True,
-            "scalar_boost": None,
-            "clip_threshold": 0.0,
-            "full_matrix": False,
-            "step_rule": "relative",
-            "factor": "auto",
-        }
-        for name, default in defaults.items():
-            value = getattr(self, name)
-            if value != default:
-                raise ValueError(
-                    f"{name}={value!r} cannot be combined with {newer}; set {name}={default!r}, or "
-                    "momentum=None and direction='sign_max' for a published version"
-                )
-
-    @property
-    def floor(self) -> float:
-        """The smallest divisor of equations (6) and (7)."""
-        return max(self.eps1 + (self.eps_rms or 0.0), FLOAT32_TINY)
-
-    @property
-    def variance_floor(self) -> float:
-        """The smallest V of equation (6), kept above float32's underflow."""
-        return max(self.eps1 * self.eps1, FLOAT32_TINY)
-
-    @property
-    def count_eps(self) -> float:
-        """What the means of equation (5) add to the count they divide by."""
-        if self.eps_rms is not None:
-            return self.eps_rms
-        return self.eps1 if self.mean_eps is None else self.mean_eps
-
-    def keeps_dense_variance(self, numel: int) -> bool:
-        """Dense on request (0.2), and for single values where they have a rule of their own."""
-        return self.full_matrix or self.is_boosted_scalar(numel)
-
-    def momentum_store(self, *, is_vector: bool) -> str | None:
-        """Vectors and scalars are few, and keep float32."""
-        if self.momentum is None:
-            return None
-        return "fp32" if is_vector else self.momentum_dtype or "int8"
-
-    def is_filtered(self, *, is_vector: bool) -> bool:
-        """With momentum, and for matrices in the orthogonal direction."""
-        return self.momentum is not None or (self.direction == "orthogonal" and not is_vector)
-
-    @property
-    def fam(self) -> FAM | None:
-        """FAM's settings, where the momentum is FAM."""
-        return self.momentum if isinstance(self.momentum, FAM) else None
-
-    @property
-    def bands(self) -> int:
-        """FAM's bands."""
-        return 0 if self.fam is None else self.fam.bands
-
-    @property
-    def fixed_beta(self) -> float:
-        """The memory of what FAM does not adapt: of vectors, or of everything without FAM."""
-        if self.fam is not None:
-            return self.fam.start
-        assert isinstance(self.momentum, float)
-        return self.momentum
-
-    @property
-    def mix(self) -> float:
-        """The mu of (13): the share of the present input in the update."""
-        if self.fam is not None:
-            return self.fam.mix
-        return 1.0 - self.fixed_beta if self.nesterov else 0.0
-
-    @property
-    def keeps_initial_rms(self) -> bool:
-        """By `scale`."""
-        return self.scale == "initial"
-
-    def is_boosted_scalar(self, numel: int) -> bool:
-        """Whether version 0.3's rule for single values applies."""
-        return self.scalar_boost is not None and numel == 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdafactorHyper(Hyper):
-    """Adafactor's settings; `relative_step` is True or False once the object exists."""
-
-    lr: float | Tensor | None = None
-    eps: tuple[float | None, float] = (1e-30, 1e-3)
-    clip_threshold: float = 1.0
-    relative_step: bool | None = None
-
-    @property
-    def eps1(self) -> float:
-        """eps1, with None resolved to the paper's own."""
-        return 1e-30 if self.eps[0] is None else self.eps[0]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        relative = self.lr is None if self.relative_step is None else self.relative_step
-        self._set(
-            lr=None if self.lr is None else check_lr(self.lr),
-            clip_threshold=check_positive("clip_threshold", self.clip_threshold),
-            relative_step=check_flag("relative_step", relative),
-        )
-        if self.lr is None and not self.relative_step:
-            raise ValueError("relative_step=False needs a learning rate: give lr, such as lr=1e-3")

@@ -1,4 +1,4 @@
-"""Optimizer state: how a tensor is factored, what is kept for it, and what a checkpoint may load.
+"""Optimizer state: how a tensor is factored, and what is kept for it.
 
 Keys: `step`, and either `row_var` and `col_var` (a matrix) or `variance` (everything else). With
 momentum also `momentum`, for int8 its `momentum_scale`, for FAM a matrix's `band_sums`; and
@@ -13,21 +13,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from maxfactor.distributed.placement import from_local, is_sharded, kept_on, local, moved
-from maxfactor.rule.int8 import blocks_of
+from maxfactor.distributed.placement import from_local, is_sharded, kept_on, local
+from maxfactor.settings import BLOCK
 
 if TYPE_CHECKING:
-    from maxfactor.settings import Hyper
+    from maxfactor.settings import TensorRule
 
 State = dict[str, Tensor]
 Shape = tuple[int, ...]
 
-MOMENTUM_STORES = {"int8": torch.int8, "bf16": torch.bfloat16, "fp32": torch.float32}
+MOMENTUM_DTYPES = {"int8": torch.int8, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -96,63 +96,65 @@ def _as_batch(shape: Shape) -> Factoring:
     )
 
 
-def state_shapes(shape: Shape, hyper: Hyper) -> dict[str, Shape]:
-    """The shape of each state tensor that a parameter of `shape` has under `hyper`."""
-    factors = factoring(shape, hyper.factor)
+def blocks_of(n: int) -> int:
+    """How many blocks that share an int8 scale a row of n values has."""
+    return -(-n // BLOCK)
+
+
+def state_shapes(shape: Shape, rule: TensorRule) -> dict[str, Shape]:
+    """The shape of each state tensor that a parameter of `shape` has under `rule`."""
+    layout = factoring(shape, rule.factor)
     found: dict[str, Shape] = {"step": ()}
-    if factors is None or hyper.keeps_dense_variance(math.prod(shape)):
+    if layout is None or rule.dense:
         found["variance"] = shape
     else:
-        found |= {"row_var": factors.row, "col_var": factors.col}
-    store = hyper.momentum_store(is_vector=factors is None)
-    if store is not None:
+        found |= {"row_var": layout.row, "col_var": layout.col}
+    if rule.has_momentum:
         found["momentum"] = shape
-    if store == "int8" and factors is not None:
-        found["momentum_scale"] = factors.scale
-    if hyper.bands and factors is not None:
-        found["band_sums"] = (3, hyper.bands)
-    if hyper.keeps_initial_rms:
+        if rule.momentum_dtype == "int8" and layout is not None:
+            found["momentum_scale"] = layout.scale
+        if rule.bands and layout is not None:
+            found["band_sums"] = (3, rule.bands)
+    if rule.keeps_initial_rms:
         found["initial_rms"] = ()
     return found
 
 
-def state_dtypes(shape: Shape, hyper: Hyper) -> dict[str, torch.dtype]:
+def state_dtypes(shape: Shape, rule: TensorRule) -> dict[str, torch.dtype]:
     """The dtype of each state tensor: float32, but for a matrix's momentum."""
-    found = dict.fromkeys(state_shapes(shape, hyper), torch.float32)
+    found = dict.fromkeys(state_shapes(shape, rule), torch.float32)
     if "momentum" in found:
-        store = hyper.momentum_store(is_vector=len(shape) < 2)
-        assert store is not None
-        found["momentum"] = MOMENTUM_STORES[store]
+        found["momentum"] = MOMENTUM_DTYPES[rule.momentum_dtype]
     return found
 
 
-def init_state(param: Tensor, hyper: Hyper, *, step_on_device: bool = False) -> State:
+def init_state(param: Tensor, rule: TensorRule, *, step_on_device: bool = False) -> State:
     """Make the state of a parameter before its first step.
 
     The step counter stays on the CPU, as in torch, where reading it does not stall the device;
     the fused backend and CUDA graphs count on the device.
     """
-    dtypes = state_dtypes(tuple(param.shape), hyper)
+    dtypes = state_dtypes(tuple(param.shape), rule)
     state = {
-        key: _zeros(param, key, shape, dtypes[key], hyper)
-        for key, shape in state_shapes(tuple(param.shape), hyper).items()
+        key: _zeros(param, key, shape, dtypes[key], rule)
+        for key, shape in state_shapes(tuple(param.shape), rule).items()
         if key != "step"
     }
     device = param.device if step_on_device else "cpu"
     return {"step": torch.zeros((), dtype=torch.float32, device=device), **state}
 
 
-def _zeros(param: Tensor, key: str, shape: Shape, dtype: torch.dtype, hyper: Hyper) -> Tensor:
+def _zeros(param: Tensor, key: str, shape: Shape, dtype: torch.dtype, rule: TensorRule) -> Tensor:
     if not is_sharded(param):
         return torch.zeros(shape, dtype=dtype, device=param.device)
-    part = torch.zeros(shard_shape(param, key, shape, hyper), dtype=dtype, device=param.device)
-    placements = kept_on(param.placements, shared_dims(param, key, hyper))
+    part = torch.zeros(shard_shape(param, key, shape, rule), dtype=dtype, device=param.device)
+    placements = kept_on(param.placements, shared_dims(param, key, rule))
     return from_local(part, param.device_mesh, placements, shape)
 
 
-def shared_dims(param: Tensor, key: str, hyper: Hyper) -> Shape:
+def shared_dims(param: Tensor, key: str, rule: TensorRule) -> Shape:
     """The dimensions along which a shard of the parameter is a shard of its state tensor."""
-    layout = factoring(tuple(param.shape), hyper.factor)
+    layout = factoring(tuple(param.shape), rule.factor)
     if layout is None or key in ("variance", "momentum"):
         return tuple(range(param.dim())) if key in ("variance", "momentum") else ()
     # Rows are cut between blocks of 64 values or not at all, so blocks are cut as columns are.
@@ -161,67 +163,12 @@ def shared_dims(param: Tensor, key: str, hyper: Hyper) -> Shape:
     return dims.get(key, ())
 
 
-def shard_shape(param: Tensor, key: str, shape: Shape, hyper: Hyper) -> Shape:
+def shard_shape(param: Tensor, key: str, shape: Shape, rule: TensorRule) -> Shape:
     """The shape that this rank holds of a state tensor."""
-    layout, part = factoring(tuple(param.shape), hyper.factor), tuple(local(param).shape)
+    layout, part = factoring(tuple(param.shape), rule.factor), tuple(local(param).shape)
     if key in ("variance", "momentum"):
         return part
     if layout is None:
         return shape
     own = layout.of_shard(part)
     return {"row_var": own.row, "col_var": own.col, "momentum_scale": own.scale}.get(key, shape)
-
-
-def check_loaded(name: str, param: Tensor, loaded: dict[str, Any], hyper: Hyper) -> None:
-    """Refuse a parameter's saved state that does not belong to it."""
-    expected = state_shapes(tuple(param.shape), hyper)
-    if set(loaded) != set(expected):
-        raise ValueError(
-            f"the checkpoint holds {sorted(loaded)} for parameter {name!r}, but its shape "
-            f"{tuple(param.shape)} needs {sorted(expected)}; it was saved from another model "
-            "or another optimizer"
-        )
-    dtypes = state_dtypes(tuple(param.shape), hyper)
-    for key, shape in expected.items():
-        found = tuple(loaded[key].shape) if isinstance(loaded[key], Tensor) else loaded[key]
-        if found != shape:
-            raise ValueError(
-                f"the checkpoint's {key} of parameter {name!r} has shape {found}, but the "
-                f"parameter's shape {tuple(param.shape)} needs {shape}; load it into the model "
-                "it was saved from"
-            )
-        if (loaded[key].dtype == torch.int8) != (dtypes[key] == torch.int8):
-            raise ValueError(
-                f"the checkpoint's {key} of parameter {name!r} is {loaded[key].dtype}, but its "
-                f"settings need {dtypes[key]}; codes of eight bits cannot be cast"
-            )
-
-
-def check_kept(name: str, param: Tensor, state: State, hyper: Hyper) -> None:
-    """Refuse settings that the state of earlier steps was not made for."""
-    store = hyper.momentum_store(is_vector=param.dim() < 2)
-    momentum = state.get("momentum")
-    fits = (None if momentum is None else momentum.dtype) == MOMENTUM_STORES.get(store or "")
-    if not fits or shapes_of(state) != state_shapes(tuple(param.shape), hyper):
-        raise ValueError(
-            f"a setting of parameter {name!r} was changed after its first step (momentum, "
-            "momentum_dtype, scale, factor, full_matrix or scalar_boost), and its state "
-            f"{sorted(state)} no longer fits; set it before the first step, or build a new "
-            "optimizer"
-        )
-
-
-def shapes_of(state: State) -> dict[str, Shape]:
-    """The shape of each tensor, of all ranks together."""
-    return {key: tuple(value.shape) for key, value in state.items()}
-
-
-def restored(param: Tensor, loaded: State, hyper: Hyper, *, step_on_device: bool = False) -> State:
-    """Copy a checked state for `param` in its own dtypes; torch would cast it to the param's.
-
-    For a sharded parameter the state of a whole one is cut, and that of other shards is moved.
-    """
-    state = init_state(param, hyper, step_on_device=step_on_device)
-    for key, own in state.items():
-        local(own).copy_(local(moved(loaded[key].detach(), own)))
-    return state

@@ -6,79 +6,68 @@ import importlib.util
 import math
 import os
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from maxfactor.distributed.placement import is_sharded, shards_of
-from maxfactor.rule.int8 import BLOCK, blocks_of
-from maxfactor.rule.rounding import is_stochastic
-from maxfactor.settings import MaxFactorHyper
-from maxfactor.state import factoring
+from maxfactor.settings import BLOCK
+from maxfactor.state import blocks_of, factoring
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from maxfactor.backends.step_io import Pending
+    from maxfactor.backends.step_io import StepInput
     from maxfactor.settings import Execution
 
-FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Backend = Literal["torch", "triton"]
+
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def choose(works: Sequence[Pending], execution: Execution) -> str:
-    """Return "sharded", "fused", "foreach" or "plain", or say why what was asked for cannot be."""
-    if any(is_sharded(work.param) or is_sharded(work.grad) for work in works):
-        _check_sharded(works, execution)
-        return _choose_for_shards(works, execution)
-    if execution.capturable:
-        _check_capturable(works, execution)
-    if execution.fused or (execution.fused is None and not execution.foreach):
-        obstacle = fused_obstacle(works)
-        if obstacle is None and (execution.fused or works[0].param.is_cuda):
-            return "fused"
-        if execution.fused:
-            raise RuntimeError(f"fused=True cannot be honoured: {obstacle}")
-    if execution.foreach is None:
-        return "foreach" if all(work.param.is_cuda for work in works) else "plain"
-    return "foreach" if execution.foreach else "plain"
+def choose(inputs: Sequence[StepInput], execution: Execution) -> Backend:
+    """Return the backend for a step, or say why the one that was asked for cannot run it."""
+    has_shards = any(is_sharded(each.param) or is_sharded(each.grad) for each in inputs)
+    if has_shards:
+        _check_sharded(inputs, execution)
+    elif execution.capturable:
+        _check_capturable(inputs, execution)
+    if execution.fused is False or execution.foreach:
+        return "torch"
+    # Among shards the answer must not differ from rank to rank.
+    obstacle = triton_obstacle(inputs) or (shard_obstacle(inputs) if has_shards else None)
+    if obstacle is None and (execution.fused or inputs[0].param.is_cuda):
+        return "triton"
+    if execution.fused:
+        raise RuntimeError(f"fused=True cannot be honoured: {obstacle}")
+    return "torch"
 
 
-def _choose_for_shards(works: Sequence[Pending], execution: Execution) -> str:
-    """Return "fused" or "sharded", the same on every rank."""
-    if execution.fused is not False:
-        obstacle = fused_obstacle(works) or shard_obstacle(works)
-        if obstacle is None and (execution.fused or works[0].param.is_cuda):
-            return "fused"
-        if execution.fused:
-            raise RuntimeError(f"fused=True cannot be honoured: {obstacle}")
-    return "sharded"
-
-
-def shard_obstacle(works: Sequence[Pending]) -> str | None:
-    """What keeps the fused kernels from stepping shards; it must not differ from rank to rank."""
-    for work in works:
-        if not (is_sharded(work.param) and shards_of(work.param)):
+def shard_obstacle(inputs: Sequence[StepInput]) -> str | None:
+    """What keeps the kernels from stepping shards; it must not differ from rank to rank."""
+    for each in inputs:
+        if not (is_sharded(each.param) and shards_of(each.param)):
             continue
-        if getattr(work.hyper, "direction", None) == "orthogonal" and work.param.dim() > 1:
+        if each.rule.is_orthogonal:
             return (
-                f"parameter {work.name!r} is cut over several ranks, and its orthogonal direction "
+                f"parameter {each.name!r} is cut over several ranks, and its orthogonal direction "
                 "needs the whole of it; set fused=False"
             )
-        if is_stochastic(work.param.dtype, work.hyper) and is_scattered(work):
+        if each.rule.is_stochastic(each.param.dtype) and is_scattered(each):
             return (
-                f"parameter {work.name!r} {tuple(work.param.shape)} is placed as "
-                f"{work.param.placements}, which leaves gaps between its rows, and the kernels' "
+                f"parameter {each.name!r} {tuple(each.param.shape)} is placed as "
+                f"{each.param.placements}, which leaves gaps between its rows, and the kernels' "
                 "stochastic rounding does not see them; set rounding='nearest' or fused=False"
             )
     return None
 
 
-def is_scattered(work: Pending) -> bool:
-    """Whether the rows of a shard are not one behind the other, or its columns, on some rank."""
-    param = work.param
+def is_scattered(each: StepInput) -> bool:
+    """Whether, on some rank, the rows or columns of a shard are not consecutive."""
+    param = each.param
     assert is_sharded(param)
-    layout = factoring(tuple(param.shape), work.hyper.factor)
+    layout = factoring(tuple(param.shape), each.rule.factor)
     rows, columns = ((), (0,)) if layout is None else (layout.row_dims, layout.col_dims)
     batch = [d for d in rows if d in columns]
     for part in (
@@ -96,50 +85,49 @@ def is_scattered(work: Pending) -> bool:
     return False
 
 
-def fused_obstacle(works: Sequence[Pending]) -> str | None:
-    """What keeps the fused kernels from running, with the remedy; None if nothing does."""
+def triton_obstacle(inputs: Sequence[StepInput]) -> str | None:
+    """What keeps the Triton kernels from running, with the remedy; None if nothing does."""
     if not has_triton():
         return "Triton is not installed; install it with `pip install triton` or set fused=False"
-    first = works[0].param.device
-    for work in works:
-        if isinstance(work.hyper, MaxFactorHyper) and work.hyper.bands > 1:
+    first = inputs[0].param.device
+    for each in inputs:
+        if each.rule.bands > 1:
             return (
-                f"parameter {work.name!r} has a FAM of {work.hyper.bands} bands, and the kernels "
+                f"parameter {each.name!r} has a FAM of {each.rule.bands} bands, and the kernels "
                 "have only one; set bands=1 or fused=False"
             )
-        device = work.param.device
+        device = each.param.device
         if device.type != "cuda" and not is_interpreted():
             return (
-                f"parameter {work.name!r} is on {device}; move the model to CUDA or set fused=False"
+                f"parameter {each.name!r} is on {device}; move the model to CUDA or set fused=False"
             )
         if device != first:
             return (
-                f"parameters are on {first} and on {device} ({work.name!r}); "
+                f"parameters are on {first} and on {device} ({each.name!r}); "
                 "use one optimizer for each device or set fused=False"
             )
-        lr = getattr(work.hyper, "lr", None)
-        if isinstance(lr, Tensor) and not fits_kernels(lr, device):
+        if isinstance(each.lr, Tensor) and not is_readable(each.lr, device):
             return (
-                f"lr is a tensor of {lr.dtype} on {lr.device}; make it float32 on {device}, "
-                "a CPU tensor or a float, or set fused=False"
+                f"lr is a tensor of {each.lr.dtype} on {each.lr.device}; make it float32 on "
+                f"{device}, a CPU tensor or a float, or set fused=False"
             )
-        for tensor in (work.param, work.grad):
-            if tensor.dtype not in FUSED_DTYPES:
+        for tensor in (each.param, each.grad):
+            if tensor.dtype not in TRITON_DTYPES:
                 return (
-                    f"parameter {work.name!r} or its gradient is {tensor.dtype}; "
+                    f"parameter {each.name!r} or its gradient is {tensor.dtype}; "
                     "use float32, bfloat16 or float16, or set fused=False"
                 )
     return None
 
 
-def fits_kernels(lr: Tensor, device: torch.device) -> bool:
+def is_readable(lr: Tensor, device: torch.device) -> bool:
     """Whether the host or the kernels can read a learning rate."""
     return lr.device.type == "cpu" or (lr.device == device and lr.dtype == torch.float32)
 
 
 @lru_cache(maxsize=1)
 def has_triton() -> bool:
-    """Whether the compiler of the fused kernels is installed."""
+    """Whether the compiler of the kernels is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -148,12 +136,12 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _check_capturable(works: Sequence[Pending], execution: Execution) -> None:
-    for work in works:
-        if not work.param.is_cuda and not is_interpreted():
+def _check_capturable(inputs: Sequence[StepInput], execution: Execution) -> None:
+    for each in inputs:
+        if not each.param.is_cuda and not is_interpreted():
             raise RuntimeError(
-                f"capturable=True is for CUDA graphs, but parameter {work.name!r} is on "
-                f"{work.param.device}; move the model to CUDA or set capturable=False"
+                f"capturable=True is for CUDA graphs, but parameter {each.name!r} is on "
+                f"{each.param.device}; move the model to CUDA or set capturable=False"
             )
     if (execution.foreach or execution.fused is False) and execution.nonfinite != "ignore":
         raise RuntimeError(
@@ -162,37 +150,37 @@ def _check_capturable(works: Sequence[Pending], execution: Execution) -> None:
         )
 
 
-def _check_sharded(works: Sequence[Pending], execution: Execution) -> None:
+def _check_sharded(inputs: Sequence[StepInput], execution: Execution) -> None:
     for name in ("foreach", "capturable"):
         if getattr(execution, name):
-            first = next(work.name for work in works if is_sharded(work.param))
+            first = next(each.name for each in inputs if is_sharded(each.param))
             raise RuntimeError(
                 f"{name}=True cannot be honoured: parameter {first!r} is sharded (a DTensor), and "
-                f"sharded parameters have a backend of their own; leave {name} out"
+                f"sharded parameters are stepped one by one; leave {name} out"
             )
-    for work in works:
-        if is_sharded(work.param) != is_sharded(work.grad):
-            which = "parameter" if is_sharded(work.param) else "gradient"
+    for each in inputs:
+        if is_sharded(each.param) != is_sharded(each.grad):
+            which = "parameter" if is_sharded(each.param) else "gradient"
             raise RuntimeError(
-                f"of parameter {work.name!r} and its gradient only the {which} is a DTensor; make "
+                f"of parameter {each.name!r} and its gradient only the {which} is a DTensor; make "
                 "both DTensors of one device mesh"
             )
-        if is_sharded(work.param):
-            _check_placements(work)
+        if is_sharded(each.param):
+            _check_placements(each)
 
 
-def _check_placements(work: Pending) -> None:
-    """Refuse shards that the sharded backend cannot step."""
-    param, hyper = work.param, work.hyper
+def _check_placements(each: StepInput) -> None:
+    """Refuse shards that cannot be stepped."""
+    param, rule = each.param, each.rule
     assert is_sharded(param)
     if any(placement.is_partial() for placement in param.placements):
         raise RuntimeError(
-            f"parameter {work.name!r} is placed as {param.placements}: a sum that was never taken "
+            f"parameter {each.name!r} is placed as {param.placements}: a sum that was never taken "
             "cannot be stepped; redistribute it to Shard or Replicate first"
         )
-    layout = factoring(tuple(param.shape), hyper.factor)
-    store = hyper.momentum_store(is_vector=layout is None)
-    if layout is None or not (store == "int8" or hyper.bands > 1):
+    layout = factoring(tuple(param.shape), rule.factor)
+    in_int8 = rule.has_momentum and rule.momentum_dtype == "int8"
+    if layout is None or not (in_int8 or rule.bands > 1):
         return
     cuts = [(i, dim) for i, dim in shards_of(param) if dim in layout.col_dims]
     for i, dim in cuts:
@@ -201,10 +189,10 @@ def _check_placements(work: Pending) -> None:
         in_blocks = own == -(-blocks_of(layout.matrix[-1]) // ranks) * BLOCK
         if len(cuts) > 1 or dim != layout.col_dims[0] or not in_blocks:
             remedy = "momentum_dtype='fp32' or 'bf16'"
-            if hyper.bands > 1:
+            if rule.bands > 1:
                 remedy = f"bands=1 and {remedy}"
             raise RuntimeError(
-                f"parameter {work.name!r} {tuple(param.shape)} is placed as {param.placements}, "
+                f"parameter {each.name!r} {tuple(param.shape)} is placed as {param.placements}, "
                 f"which cuts its rows within blocks of {BLOCK} values that belong together; set "
                 f"{remedy}, or shard it along its rows"
             )

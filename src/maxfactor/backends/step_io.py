@@ -10,30 +10,29 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from maxfactor.settings import Hyper
+    from maxfactor.settings import TensorRule
     from maxfactor.state import State
 
 
 @dataclass(frozen=True)
-class Pending:
-    """A parameter, its gradient (never written) and its settings, before there is any state."""
+class StepInput:
+    """A parameter, its gradient (never written), its rule and its state, which is written in place.
+
+    The state is empty until a backend was chosen. `group` is the index of the parameter's group.
+    """
 
     name: str
     param: Tensor
     grad: Tensor
-    hyper: Hyper
-
-
-@dataclass(frozen=True)
-class Work(Pending):
-    """What a backend gets: the state is written in place."""
-
-    state: State
+    rule: TensorRule
+    lr: float | Tensor
+    group: int
+    state: State = field(default_factory=dict)
 
 
 @dataclass
-class Outcome:
-    """What a step did: the step size of each parameter, or why nothing was changed."""
+class StepResult:
+    """The step size of each parameter, or the names of those whose gradient is not finite."""
 
     step_sizes: Sequence[float | Tensor] | Tensor = field(default_factory=list)
     nonfinite: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Matrices dealt out over ranks: each is whole on one of them, is worked on there, and comes back.
+"""Whole matrices from shards: each goes to one rank, is orthogonalised there, and comes back.
 
 A matrix that is cut over one process group costs two messages, one to its owner and one back, and
 all matrices travel in the same two. Where it is cut over several groups it travels through one
@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from maxfactor.distributed.placement import is_sharded, is_strided, local, shards_of
-from maxfactor.rule.newton_schulz import orthogonal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -47,8 +46,8 @@ class Cut:
     rank: int  # this one
 
 
-class Part:
-    """What this rank has of a tensor on its way to its owner, and back.
+class Travelling:
+    """What this rank has of a matrix on its way to its owner, and back.
 
     `value` is None before there is one, and while the tensor is with other ranks.
     """
@@ -74,6 +73,11 @@ class Part:
         *_, m, n = self.layout.matrix
         return math.prod(self.shape) * min(m, n)
 
+    def whole(self) -> Tensor:
+        """Return the gathered tensor; assert that it exists."""
+        assert self.value is not None
+        return self.value
+
     def goes_by(self, group: ProcessGroup) -> bool:
         """Whether the next cut to undo is over this group."""
         return self.undone < len(self.cuts) and self.cuts[self.undone].group is group
@@ -84,13 +88,13 @@ class Part:
         return all(cut.rank == owner for cut, owner in before)
 
 
-def orthogonalize_(parts: Sequence[Part]) -> None:
-    """Equation (9) of each whole matrix in the orthogonal direction, cut as it was."""
+def orthogonalize_(parts: Sequence[Travelling], orthogonal: Callable[[Tensor], Tensor]) -> None:
+    """Replace each matrix by `orthogonal` of the whole one, cut as it was."""
     assign_owners(parts)
     journey = gather(parts)
     here = [part for part in parts if part.value is not None]
     for batch in batches(here):
-        matrices = [whole(part).reshape(part.layout.matrix) for part in batch]
+        matrices = [part.whole().reshape(part.layout.matrix) for part in batch]
         moves = orthogonal(torch.stack(matrices)) if len(batch) > 1 else [orthogonal(matrices[0])]
         for part, move in zip(batch, moves, strict=True):
             part.value = move.reshape(part.shape)
@@ -98,18 +102,12 @@ def orthogonalize_(parts: Sequence[Part]) -> None:
         send_back(travellers, steps, group)
 
 
-def whole(part: Part) -> Tensor:
-    """What is here, where something must be."""
-    assert part.value is not None
-    return part.value
-
-
-def batches(parts: Sequence[Part]) -> list[list[Part]]:
+def batches(parts: Sequence[Travelling]) -> list[list[Travelling]]:
     """Matrices of one shape together, as far as a batch goes.
 
     Only those that are cut alike: copies on other ranks get the same bits from the same batch.
     """
-    alike: dict[object, list[list[Part]]] = defaultdict(list)
+    alike: dict[object, list[list[Travelling]]] = defaultdict(list)
     for part in parts:
         found = alike[part.layout.matrix, part.groups]
         most = max(1, BATCH // max(1, math.prod(part.shape)))
@@ -163,9 +161,9 @@ def resized(shape: Shape, dim: int, size: int) -> Shape:
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-def assign_owners(parts: Sequence[Part]) -> None:
+def assign_owners(parts: Sequence[Travelling]) -> None:
     """Choose the owner of each matrix, by its rank in the group of each cut."""
-    alike: dict[tuple[ProcessGroup, ...], list[Part]] = defaultdict(list)
+    alike: dict[tuple[ProcessGroup, ...], list[Travelling]] = defaultdict(list)
     for part in parts:
         alike[part.groups].append(part)
     for same in alike.values():
@@ -203,7 +201,7 @@ def coordinates(index: int, counts: Sequence[int]) -> Shape:
 # --------------------------------------------------------------------------------- the messages
 
 
-def gather(parts: Sequence[Part]) -> list[tuple[ProcessGroup, list[Part], list[int]]]:
+def gather(parts: Sequence[Travelling]) -> list[tuple[ProcessGroup, list[Travelling], list[int]]]:
     """Send every part to its owner; return what went by which group, and as which cut of each."""
     groups = list(dict.fromkeys(group for part in parts for group in part.groups))
     journey = []
@@ -217,7 +215,7 @@ def gather(parts: Sequence[Part]) -> list[tuple[ProcessGroup, list[Part], list[i
     return journey
 
 
-def send_on(parts: Sequence[Part], steps: Sequence[int], group: ProcessGroup) -> None:
+def send_on(parts: Sequence[Travelling], steps: Sequence[int], group: ProcessGroup) -> None:
     """Undo a cut of each: its owner in the group gets all parts."""
     ranks = len(parts[0].cuts[steps[0]].sizes)
     leaving: list[list[Tensor]] = [[] for _ in range(ranks)]
@@ -228,7 +226,7 @@ def send_on(parts: Sequence[Part], steps: Sequence[int], group: ProcessGroup) ->
         if not part.is_here(step):
             continue
         cut, owner = part.cuts[step], part.owner[step]
-        leaving[owner].append(whole(part))
+        leaving[owner].append(part.whole())
         part.value = None
         if owner == cut.rank:
             kept.append((part, cut.dim))
@@ -239,18 +237,18 @@ def send_on(parts: Sequence[Part], steps: Sequence[int], group: ProcessGroup) ->
         part.value = torch.cat([from_rank[i] for from_rank in got], dim=dim)
 
 
-def send_back(parts: Sequence[Part], steps: Sequence[int], group: ProcessGroup) -> None:
+def send_back(parts: Sequence[Travelling], steps: Sequence[int], group: ProcessGroup) -> None:
     """Cut again what `send_on` put together."""
     ranks = len(parts[0].cuts[steps[0]].sizes)
     leaving: list[list[Tensor]] = [[] for _ in range(ranks)]
     coming: list[list[Shape]] = [[] for _ in range(ranks)]
-    expected: list[list[Part]] = [[] for _ in range(ranks)]
+    expected: list[list[Travelling]] = [[] for _ in range(ranks)]
     for part, step in zip(parts, steps, strict=True):
         if not part.is_here(step):
             continue
         cut, owner = part.cuts[step], part.owner[step]
         if owner == cut.rank:
-            for pieces, piece in zip(leaving, whole(part).split(cut.sizes, cut.dim), strict=True):
+            for pieces, piece in zip(leaving, part.whole().split(cut.sizes, cut.dim), strict=True):
                 pieces.append(piece)
         coming[owner].append(part.shapes[step])
         expected[owner].append(part)

@@ -33,20 +33,20 @@ def local(x: Tensor) -> Tensor:
         return x.to_local() if is_sharded(x) else x
 
 
-def held(x: Tensor) -> Tensor:
+def local_tensor(x: Tensor) -> Tensor:
     """`local` without a view of its own, for what runs over every tensor in every step."""
     return getattr(x, "_local_tensor", x)
 
 
-def held_as(x: Tensor, like: Tensor) -> Tensor:
+def local_as(x: Tensor, like: Tensor) -> Tensor:
     """What this rank holds of a gradient once it is placed as `like`, its parameter."""
-    found = held(x)
+    found = local_tensor(x)
     if found is x:  # no DTensor, and neither is its parameter
         return x
     assert is_sharded(x)
     assert is_sharded(like)
     if x.placements != like.placements or x.device_mesh != like.device_mesh:
-        found = held(moved(x, like))
+        found = local_tensor(moved(x, like))
     # The result of a collective that is still under way has no address yet.
     return found if type(found) is Tensor or not hasattr(found, "wait") else found.wait()
 

@@ -1,7 +1,8 @@
 """Sums and maxima over ranks: one all-reduce for each process group, however many values there are.
 
-Every rank packs the same values in the same order; a rank with an empty shard packs zeros, which
-change neither a sum nor the largest of values that are not negative.
+Every rank packs the same values in the same order. A rank with an empty shard packs zeros, which
+change neither a sum nor the largest of values that are not negative. For one process there are no
+groups, and every value comes back as it was.
 """
 
 from __future__ import annotations
@@ -12,39 +13,57 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from maxfactor.distributed.placement import is_sharded, shards_of
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
-class Share:
-    """What this rank has of a float32 tensor that is summed, or maximised, over process groups.
+class Reduction:
+    """A float32 tensor that is summed, or maximised, over process groups.
 
-    What is maximised must not be negative.
+    A value that is maximised must not be negative.
     """
 
     value: Tensor
-    groups: Sequence[ProcessGroup]
+    groups: Sequence[ProcessGroup] = ()
     is_sum: bool = True
 
 
-def combined(shares: Sequence[Share], groups: Sequence[ProcessGroup]) -> list[Tensor]:
+def reduce_all(reductions: Sequence[Reduction], groups: Sequence[ProcessGroup]) -> list[Tensor]:
     """The values over all ranks, by at most one all-reduce for each of `groups`, in their order."""
-    values = [share.value for share in shares]
+    values = [each.value for each in reductions]
     for group in groups:
-        chosen = [i for i, share in enumerate(shares) if group in share.groups]
+        chosen = [i for i, each in enumerate(reductions) if group in each.groups]
         if not chosen:
             continue
         parts = [values[i].reshape(-1) for i in chosen]
-        reduced = _all_reduced(parts, [shares[i].is_sum for i in chosen], group)
+        reduced = _all_reduce(parts, [reductions[i].is_sum for i in chosen], group)
         for i, value in zip(chosen, reduced, strict=True):
-            values[i] = value.reshape(shares[i].value.shape)
+            values[i] = value.reshape(reductions[i].value.shape)
     return values
 
 
-def _all_reduced(parts: list[Tensor], is_sum: list[bool], group: ProcessGroup) -> list[Tensor]:
+def groups_over(param: Tensor, dims: Iterable[int]) -> list[ProcessGroup]:
+    """The groups whose ranks hold different parts of the given dimensions."""
+    if not is_sharded(param):
+        return []
+    wanted = set(dims)
+    return [param.device_mesh.get_group(i) for i, dim in shards_of(param) if dim in wanted]
+
+
+def process_groups(params: Iterable[Tensor]) -> list[ProcessGroup]:
+    """The groups over which any parameter is cut, in the same order on every rank."""
+    found: dict[ProcessGroup, None] = {}
+    for param in params:
+        found.update(dict.fromkeys(groups_over(param, range(param.dim()))))
+    return list(found)
+
+
+def _all_reduce(parts: list[Tensor], is_sum: list[bool], group: ProcessGroup) -> list[Tensor]:
     """One all-reduce of vectors, each by its own operation."""
     import torch.distributed as dist
 

@@ -1,11 +1,20 @@
 """The maths: MaxFactor and Adafactor as pure functions, one equation after the other.
 
-`reference` has the step itself, `momentum` and `fam` the filter over time, `newton_schulz` the
-orthogonal direction, `int8` and `rounding` how results are stored.
+reference       one step, equations (1) to (10)
+momentum, fam   the filter over time, (11) to (13)
+newton_schulz   the orthogonal direction
+int8, rounding  how momentum and 16-bit weights are stored
 """
 
-from maxfactor.rule.reference import Result, step
-from maxfactor.settings import AdafactorHyper, MaxFactorHyper
-from maxfactor.state import init_state
+from maxfactor.rule.reference import Result, init_state, step
+from maxfactor.settings import FAM, AdafactorSettings, MaxFactorSettings, Switches
 
-__all__ = ["AdafactorHyper", "MaxFactorHyper", "Result", "init_state", "step"]
+__all__ = [
+    "FAM",
+    "AdafactorSettings",
+    "MaxFactorSettings",
+    "Result",
+    "Switches",
+    "init_state",
+    "step",
+]

@@ -12,85 +12,20 @@ a block DCT-II of 64 values along the rows; with one band there is no transform 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
-from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from maxfactor.checks import check_count, check_number, check_share, check_whole
-from maxfactor.rule.int8 import BLOCK, FLOAT32_TINY
+from maxfactor.settings import BLOCK, FLOAT32_TINY
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from maxfactor.settings import FAM
 
 AGREEMENT, POWER, CORRECTION = 0, 1, 2  # rows of a state's `band_sums`: A, P and c
-
-
-@dataclass(frozen=True)
-class FAM:
-    """Settings of the frequency-adaptive momentum.
-
-    Args:
-        beta_min: The shortest memory of a band, for one that its past predicts well.
-        beta_max: The longest, for noise.
-        start: The memory during the warm-up, and always that of vectors and scalars.
-        warmup: Steps until the sums are trusted.
-        theta: Memory of the sums A and P.
-        mix: Share of the present input in the update, which keeps it from ringing.
-        bands: Parts of the spectrum along the rows that have a memory of their own, 1 to 64.
-
-    Example:
-        >>> import torch, maxfactor
-        >>> weight = torch.nn.Parameter(torch.ones(3, 2))
-        >>> optimizer = maxfactor.MaxFactor([weight], momentum=maxfactor.FAM(beta_max=0.95))
-    """
-
-    beta_min: float = 0.5
-    beta_max: float = 0.98
-    start: float = 0.9
-    warmup: int = 20
-    theta: float = 0.98
-    mix: float = 0.05
-    bands: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("beta_min", "beta_max", "start", "theta"):
-            object.__setattr__(self, name, check_share(f"FAM's {name}", getattr(self, name)))
-        object.__setattr__(self, "mix", check_number("FAM's mix", self.mix))
-        if not 0.0 <= self.mix <= 1.0:
-            raise ValueError(f"FAM's mix must lie in [0, 1], got {self.mix}")
-        if self.beta_min > self.beta_max:
-            raise ValueError(
-                f"FAM's beta_min must not exceed beta_max, got {self.beta_min} and {self.beta_max}"
-            )
-        for name, low, high in (("warmup", 0, None), ("bands", 1, BLOCK)):
-            whole = check_whole(f"FAM's {name}", getattr(self, name))
-            object.__setattr__(self, name, check_count(f"FAM's {name}", whole, low, high))
-
-    @classmethod
-    def from_mapping(cls, settings: Mapping[str, object]) -> FAM:
-        """Settings as a parameter group, a checkpoint or a configuration file holds them."""
-        known = [f.name for f in fields(cls)]
-        for name in settings:
-            if name not in known:
-                raise ValueError(
-                    f"FAM has no setting {name!r}; its settings are {', '.join(known)}"
-                )
-        return cls(**dict(settings))  # type: ignore[arg-type]  # checked right here
-
-
-def as_setting(value: object) -> object:
-    """What a parameter group holds: plain numbers, which any checkpoint may load."""
-    if isinstance(value, FAM):
-        return asdict(value)
-    is_plain = type(value) in (bool, int, float)  # numpy's float64 is a float, too
-    if is_plain or not isinstance(value, Real):
-        return value
-    return int(value) if isinstance(value, Integral) else float(value)
 
 
 # -------------------------------------------------------------------------------- the memory
@@ -99,7 +34,7 @@ def as_setting(value: object) -> object:
 def band_betas(sums: Tensor, t: float | Tensor, fam: FAM) -> Tensor:
     """Equation (11): beta of step t, (..., bands), from the sums (..., 3, bands) before it."""
     power = sums[..., POWER, :].clamp(min=FLOAT32_TINY)
-    adapted = (1 - sums[..., AGREEMENT, :] / power).clamp(fam.beta_min, fam.beta_max)
+    adapted = (1 - sums[..., AGREEMENT, :] / power).clamp(fam.beta_min, fam.beta_max)  # (11)
     if isinstance(t, Tensor):  # on the device, where it is not read
         return torch.where(t <= fam.warmup, fam.start, adapted)
     return torch.full_like(adapted, fam.start) if t <= fam.warmup else adapted

@@ -3,6 +3,9 @@
 A block is 64 consecutive values along a row of the matrix view; the last of a row may be shorter.
 Its scale is its largest magnitude over 127, so a stored value is off by at most half a scale.
 Nothing is random: the error of one step is part of the next step's average and dies away with it.
+
+References:
+    Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FLOAT32_TINY = torch.finfo(torch.float32).tiny
-BLOCK = 64
+from maxfactor.settings import BLOCK, FLOAT32_TINY
+
 LARGEST_CODE = 127
 
 
@@ -24,16 +27,11 @@ class Quantized(NamedTuple):
     scales: Tensor
 
 
-def blocks_of(n: int) -> int:
-    """How many blocks a row of n values has."""
-    return -(-n // BLOCK)
-
-
-def quantized(values: Tensor) -> Quantized:
+def quantize(values: Tensor) -> Quantized:
     """Round float32 values to int8, ties to even; a block of zeros has the scale 0.
 
     Example:
-        >>> quantized(torch.tensor([[0.0, 0.5, -1.27]])).codes
+        >>> quantize(torch.tensor([[0.0, 0.5, -1.27]])).codes
         tensor([[   0,   50, -127]], dtype=torch.int8)
     """
     return quantize_(values.clone())
@@ -53,7 +51,7 @@ def quantize_(values: Tensor) -> Quantized:
     return Quantized(codes, torch.cat(found, dim=-2).squeeze(-1))
 
 
-def dequantized(codes: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:
+def dequantize(codes: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:
     """The values that the codes stand for, float32; written to `out` where that is given."""
     values = codes.to(torch.float32) if out is None else out.copy_(codes)
     for part, own in zip(parts(values), parts_of_scales(scales, codes.shape[-1]), strict=True):

@@ -1,11 +1,15 @@
-"""Momentum: one filter over time for a fixed memory and for FAM, and how M is kept.
+"""Momentum: one filter over time for a fixed memory and for FAM, and how M is stored.
 
     (11)  beta: fixed, or adapted to each band (see `fam.py`)
     (12)  M <- stored(beta M + (1 - beta) x)           c <- beta c + 1 - beta
     (13)  y = (1 - mu) M/c + mu x                      M as it was stored
 
 All functions take matrices (..., m, n), one or a batch; a vector is one row. With several bands x,
-M and y are coefficients, and only what enters and leaves the filter is transformed.
+M and y are coefficients, and only the input and the output of the filter are transformed.
+
+References:
+    Dozat, "Incorporating Nesterov Momentum into Adam", 2016: the look-ahead of (13).
+    Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2014: the bias correction c.
 """
 
 from __future__ import annotations
@@ -17,21 +21,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from maxfactor.rule.fam import (
-    CORRECTION,
-    FAM,
-    band_betas,
-    band_counts,
-    from_bands,
-    next_sums,
-    over_columns,
-    to_bands,
-)
-from maxfactor.rule.int8 import dequantized, quantized
-from maxfactor.state import MOMENTUM_STORES, State
+from maxfactor.rule import fam as bands_of
+from maxfactor.rule.int8 import dequantize, quantize
+from maxfactor.state import MOMENTUM_DTYPES, State
 
 if TYPE_CHECKING:
-    from maxfactor.settings import MaxFactorHyper
+    from maxfactor.settings import FAM, TensorRule
 
 Scalar = float | Tensor
 
@@ -44,44 +39,55 @@ class Memory:
     correction: Scalar  # c after this step
     mix: float
     bands: int = 1
-    band_beta: Tensor | None = None  # (..., bands), where they are adapted
+    band_beta: Tensor | None = None  # (..., bands), where FAM adapts them
+    fam: FAM | None = None
 
-    def absorbed(self, momentum: Tensor, x: Tensor) -> Tensor:
+    def averaged(self, momentum: Tensor, x: Tensor) -> Tensor:
         """Equation (12) before it is stored."""
-        return self.beta * momentum + (1 - self.beta) * x
+        return self.beta * momentum + (1 - self.beta) * x  # (12)
 
-    def seen(self, stored: Tensor, x: Tensor) -> Tensor:
+    def average_(self, momentum: Tensor, x: Tensor) -> None:
+        """The same in place of the momentum."""
+        momentum.lerp_(x, 1 - self.beta)
+
+    def lookahead(self, stored: Tensor, x: Tensor) -> Tensor:
         """Equation (13)."""
-        return stored * ((1 - self.mix) / self.correction) + self.mix * x
+        return stored * ((1 - self.mix) / self.correction) + self.mix * x  # (13)
 
-    def enter(self, x: Tensor) -> Tensor:
+    def lookahead_(self, stored: Tensor, x: Tensor) -> Tensor:
+        """The same in place of the momentum."""
+        y = stored.mul_((1 - self.mix) / self.correction)
+        return y.add_(x, alpha=self.mix) if self.mix else y
+
+    def to_bands(self, x: Tensor) -> Tensor:
         """The input as the filter sees it."""
-        return x if self.bands == 1 else to_bands(x)
+        return x if self.bands == 1 else bands_of.to_bands(x)
 
-    def leave(self, y: Tensor) -> Tensor:
+    def from_bands(self, y: Tensor) -> Tensor:
         """The output as the update sees it."""
-        return y if self.bands == 1 else from_bands(y)
+        return y if self.bands == 1 else bands_of.from_bands(y)
 
-    def next_sums(self, sums: Tensor, totals: Tensor, shape: tuple[int, int], fam: FAM) -> Tensor:
+    def next_sums(self, sums: Tensor, totals: Tensor, shape: tuple[int, int]) -> Tensor:
         """The state's `band_sums` after this step, from `band_totals` over the m x n of `shape`."""
         assert self.band_beta is not None
-        means = totals / band_counts(*shape, self.bands, sums.device)
-        return next_sums(sums, self.band_beta, means, fam)
+        assert self.fam is not None
+        means = totals / bands_of.band_counts(*shape, self.bands, sums.device)
+        return bands_of.next_sums(sums, self.band_beta, means, self.fam)
 
 
-def memory_of(hyper: MaxFactorHyper, t: Scalar, n: int, sums: Tensor | None = None) -> Memory:
+def memory_of(rule: TensorRule, t: Scalar, n: int, sums: Tensor | None = None) -> Memory:
     """The filter of step t; `sums` are a matrix's `band_sums`, (..., 3, bands), where FAM has them.
 
     A step counter on the device is one number, or one for each of a batch (k, 1, 1).
     """
-    fam = hyper.fam
+    fam = rule.fam
     if fam is None or sums is None:
-        return Memory(hyper.fixed_beta, fixed_correction(hyper.fixed_beta, t), hyper.mix)
+        return Memory(rule.beta, fixed_correction(rule.beta, t), rule.mix)
     when = t.reshape(-1, 1) if isinstance(t, Tensor) and t.dim() else t
-    beta = band_betas(sums, when, fam)
-    correction = beta * sums[..., CORRECTION, :] + (1 - beta)
-    wide = over_columns(beta, n), over_columns(correction, n)
-    return Memory(*wide, fam.mix, fam.bands, beta)
+    beta = bands_of.band_betas(sums, when, fam)
+    correction = beta * sums[..., bands_of.CORRECTION, :] + (1 - beta)
+    wide = bands_of.over_columns(beta, n), bands_of.over_columns(correction, n)
+    return Memory(*wide, fam.mix, fam.bands, beta, fam)
 
 
 def fixed_correction(beta: float, t: Scalar) -> Scalar:
@@ -92,17 +98,17 @@ def fixed_correction(beta: float, t: Scalar) -> Scalar:
     return -torch.expm1(exponent) if isinstance(exponent, Tensor) else -math.expm1(exponent)
 
 
-def kept(values: Tensor, store: str) -> State:
+def encode_momentum(values: Tensor, dtype: str) -> State:
     """New state tensors for a momentum: `momentum`, and `momentum_scale` for int8."""
-    if store == "int8":
-        codes, scales = quantized(values)
+    if dtype == "int8":
+        codes, scales = quantize(values)
         return {"momentum": codes, "momentum_scale": scales}
-    return {"momentum": values.to(MOMENTUM_STORES[store])}
+    return {"momentum": values.to(MOMENTUM_DTYPES[dtype])}
 
 
-def recalled(state: State, shape: tuple[int, ...]) -> Tensor:
+def decode_momentum(state: State, shape: tuple[int, ...]) -> Tensor:
     """The momentum as it was stored, float32 in the given shape."""
     momentum = state["momentum"].view(shape)
     if "momentum_scale" not in state:
         return momentum.to(torch.float32)
-    return dequantized(momentum, state["momentum_scale"].view(*shape[:-1], -1))
+    return dequantize(momentum, state["momentum_scale"].view(*shape[:-1], -1))

@@ -7,6 +7,11 @@ for slope at 0, so five steps are enough.
 A wide matrix takes the last three steps at a time: the A after a step is P A P, so X is multiplied
 only once for them. The first two lift the small singular values. In A those are squared, and
 bfloat16 would lose them there; so these steps look at X.
+
+References:
+    Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024: coefficients.
+    Bjorck and Bowie, "An iterative algorithm for computing the best estimate of an orthogonal
+        matrix", 1971; Higham, "Functions of Matrices", 2008: the iteration.
 """
 
 from __future__ import annotations
@@ -17,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-FLOAT32_TINY = torch.finfo(torch.float32).tiny
+from maxfactor.settings import FLOAT32_TINY
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b, c
 AT_A_TIME, AT_A_TIME_IF_WIDE = (1, 1, 1, 1, 1), (1, 1, 3)  # steps
 WIDE = 2  # times as long as short: from 1.5 on fewer products

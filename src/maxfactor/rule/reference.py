@@ -1,119 +1,103 @@
-"""The maths: MaxFactor and Adafactor as pure functions, one equation after the other.
+"""The reference: one step of MaxFactor or Adafactor as pure functions, equation by equation.
 
-Nothing here is changed in place and nothing is read back to the host, so each function may be
-called on its own. `step` is the functional form of one optimizer step:
+Nothing is changed in place and nothing is read back from the device. `step` is also the functional
+API of the package:
 
     >>> import torch
     >>> from maxfactor import rule
     >>> weight, grad = torch.ones(3, 2), torch.tensor([[1.0, -2.0], [0.5, 0.0], [0.0, 0.0]])
-    >>> hyper = rule.MaxFactorHyper(lr=0.01)
-    >>> state = rule.init_state(weight, hyper)
-    >>> weight, state, step_size = rule.step(weight, grad, state, hyper)
+    >>> settings = rule.MaxFactorSettings(lr=0.01)
+    >>> state = rule.init_state(weight, settings)
+    >>> weight, state, step_size = rule.step(weight, grad, state, settings)
 
 Notation: W weight, G gradient, t step, R and C row and column factors of the second moment,
-U update, M momentum, RMS(x) = ||x|| / sqrt(numel). Tags such as `# (6)` are the equations of the
-README; (11) to (13), the filter over time, are in `momentum.py` and `fam.py`.
+U update, M momentum, RMS(x) = ||x|| / sqrt(numel). Tags such as `# (6)` are the equations of
+docs/rule.md; (11) to (13), the filter over time, stand in `momentum.py`.
+
+References:
+    Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018: the
+        factored second moment (5) (6), the relative step (2) (3), the clip of the update (8).
+    Anil et al., "Memory-Efficient Adaptive Optimization" (SM3), 2019: maxima over rows.
+    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2017: (4).
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from maxfactor.rule.fam import FAM, band_totals
-from maxfactor.rule.momentum import kept, memory_of, recalled
+from maxfactor.rule.fam import band_totals
+from maxfactor.rule.momentum import decode_momentum, encode_momentum, memory_of
 from maxfactor.rule.newton_schulz import orthogonal
 from maxfactor.rule.rounding import rounded
-from maxfactor.settings import FLOAT32_TINY, AdafactorHyper, Hyper, MaxFactorHyper
-from maxfactor.state import State, factoring, init_state
+from maxfactor.settings import FLOAT32_TINY
+from maxfactor.state import State, factoring, state_shapes
 
-__all__ = [
-    "FAM",
-    "AdafactorHyper",
-    "MaxFactorHyper",
-    "Result",
-    "adafactor",
-    "init_state",
-    "maxfactor",
-    "step",
-]
+if TYPE_CHECKING:
+    from maxfactor.settings import Settings, TensorRule
 
-Scalar = float | Tensor  # a Python number, or a 0-dim tensor that stays on its device
+Scalar = float | Tensor  # a Python number, or a tensor that stays on its device
 
-ADAFACTOR_MAX_STEP = 1e-2  # the paper's cap of the relative step, where no lr is given
 RAMP_PER_STEP = 1e-6  # version 0.2's linear warm-up
 
 
 class Result(NamedTuple):
-    """A step's outcome: the new weight, the new state, and the step size alpha of (3)."""
+    """The new weight, the new state, and the step size alpha of (3)."""
 
     param: Tensor
     state: State
     step_size: Scalar
 
 
-def step(param: Tensor, grad: Tensor, state: State, hyper: Hyper) -> Result:
-    """Take one step of the rule that `hyper` belongs to; the arguments are left as they were."""
-    if isinstance(hyper, MaxFactorHyper):
-        return maxfactor(param, grad, state, hyper)
-    if isinstance(hyper, AdafactorHyper):
-        return adafactor(param, grad, state, hyper)
-    raise TypeError(f"hyper must be a MaxFactorHyper or an AdafactorHyper, got {hyper!r}")
+def init_state(param: Tensor, settings: Settings) -> State:
+    """Return the state of a parameter before its first step."""
+    from maxfactor.state import init_state
+
+    return init_state(param, settings.rules.of(tuple(param.shape)))
 
 
-# ------------------------------------------------------------------------------- MaxFactor
-
-
-def maxfactor(param: Tensor, grad: Tensor, state: State, hyper: MaxFactorHyper) -> Result:
-    """One step of MaxFactor, equations (1) to (13)."""
+def step(param: Tensor, grad: Tensor, state: State, settings: Settings) -> Result:
+    """Take one step; the arguments are left as they were."""
+    rule = settings.rules.of(tuple(param.shape))
     counted = dict(state, step=state["step"] + 1)
     if param.numel() == 0:
         return Result(param.clone(), counted, 0.0)
-    t, lr = host_scalar(counted["step"]), host_scalar(hyper.lr)
-    w, g = working_copies(param, grad, hyper)
+    t, lr = host_scalar(counted["step"]), host_scalar(settings.rate)
+    w, g = working_copies(param, grad, rule)
 
-    size, kept = weight_size(rms(w), state.get("initial_rms"), t)
-    alpha = step_size(size, t, lr, hyper)  # (2) (3), W before decay
-    w = w * (1 - decay_rate(alpha, t, lr, hyper) * hyper.weight_decay)  # (4)
-    if "variance" in state:
-        v = state["variance"].view_as(g)
-        moments = {"variance": hyper.gamma * v + (1 - hyper.gamma) * g * g}  # (5')
+    size, initial = weight_size(rms(w), state.get("initial_rms"), t)
+    alpha = step_size(size, t, lr, rule)  # (2) (3), W before decay
+    w = w * kept_share(alpha, t, lr, rule)  # (4)
+    moments = second_moments(g, state, t, rule)  # (5)
+    memories: State = {}
+    if rule.is_filtered:
+        move, memories = filtered_move(g, moments, state, t, rule)
     else:
-        kappa = statistic_weight(t, hyper)  # (1)
-        moments = factors(g, state, kappa, count_eps=hyper.count_eps)  # (5)
-    if hyper.is_filtered(is_vector=g.dim() == 1):
-        move, memories = filtered_move(g, moments, state, t, hyper)
-    else:
-        move, memories = published_move(g, moments, hyper), {}
+        move = published_move(g, moments, rule)
     w = w - (alpha * move).reshape(w.shape)
-    new = stored(counted, {**moments, **memories, **kept})
-    return Result(rounded(w, param.dtype, hyper, t), new, alpha)
+    new = {**moments, **memories, **initial}
+    shapes = state_shapes(tuple(param.shape), rule)
+    stored = {key: value.reshape(shapes[key]) for key, value in new.items()}
+    return Result(rounded(w, param.dtype, rule, t), {**counted, **stored}, alpha)
 
 
-def published_move(g: Tensor, moments: State, hyper: MaxFactorHyper) -> Tensor:
-    """What W moves against without momentum, from G and the statistics of (5)."""
-    variance = moments["variance"] if "variance" in moments else factored_variance(moments, hyper)
-    if hyper.is_boosted_scalar(g.numel()):
-        return boosted_scalar(g, variance, hyper)
-    if hyper.direction == "factored":
-        update = g * variance.clamp(min=hyper.variance_floor).rsqrt()
-        return update / rms_divisor(update, hyper.d)  # (9)
-    update = normalized(g, variance, hyper)  # (7)
-    move = direction(update, hyper)  # (9)
-    if hyper.d < 1.0:  # RMS(U) <= max|U| = 1, so from d = 1 on (8) is 1 and costs nothing
-        move = move / rms_divisor(update, hyper.d)  # (8)
-    return move
+# ----------------------------------------------------------------- (1) to (4): sizes and rates
+
+
+def statistic_weight(t: Scalar, rule: TensorRule) -> Scalar:
+    """Equation (1): the weight of the newest statistic, 1 at t = 1."""
+    return smaller(larger(t**rule.beta2_decay, rule.kappa_low), rule.kappa_high)  # (1)
 
 
 def weight_size(size: Tensor, initial: Tensor | None, t: Scalar) -> tuple[Tensor, State]:
-    """The RMS that (3) scales by, and what is kept of it; `size` is RMS(W) now.
+    """The RMS that (3) scales by, and the state that keeps it; `size` is RMS(W) now.
 
     `initial` is the state's `initial_rms`, or None with scale="current". A parameter that was zero
-    at first has no size of its own to keep to, and is scaled by its present one.
+    at first has no size to keep, and is scaled by its present one.
     """
     if initial is None:
         return size, {}
@@ -125,118 +109,123 @@ def weight_size(size: Tensor, initial: Tensor | None, t: Scalar) -> tuple[Tensor
     return torch.where(first > 0, first, size), {"initial_rms": first}
 
 
-def statistic_weight(t: Scalar, hyper: MaxFactorHyper) -> Scalar:
-    """Equation (1): the weight of the newest statistic, 1 at t = 1."""
-    low, high = hyper.kappa_bounds
-    return smaller(larger(t**hyper.beta2_decay, low), high)
-
-
-def step_size(size: Scalar, t: Scalar, lr: Scalar, hyper: MaxFactorHyper) -> Scalar:
-    """Equations (2) and (3): the relative step times the weight's own size, RMS(W)."""
-    size = larger(size, hyper.eps2)
-    if hyper.step_rule == "ramp":  # version 0.2: the cap is on the product
-        return smaller(size * smaller(RAMP_PER_STEP * t, t**-0.5), lr)
-    return relative_step(t, lr, hyper) * size  # (3)
-
-
-def relative_step(t: Scalar, lr: Scalar, hyper: MaxFactorHyper) -> Scalar:
+def relative_step(t: Scalar, lr: Scalar, rule: TensorRule) -> Scalar:
     """Equation (2): rho = min(lr, 1/sqrt(t)). A rate of 0 stays 0, whatever `min_lr` says."""
-    return larger(smaller(lr, t**-0.5), hyper.min_lr) * (lr > 0)  # (2)
+    return larger(smaller(lr, t**-0.5), rule.min_lr) * (lr > 0)  # (2)
 
 
-def decay_rate(alpha: Scalar, t: Scalar, lr: Scalar, hyper: MaxFactorHyper) -> Scalar:
-    """What `weight_decay` is multiplied by in (4)."""
-    if hyper.decay_by == "relative_step":
-        return relative_step(t, lr, hyper)
-    return lr if hyper.decay_by == "lr" else alpha
+def step_size(size: Scalar, t: Scalar, lr: Scalar, rule: TensorRule) -> Scalar:
+    """Equation (3): the relative step times the weight's own size, RMS(W)."""
+    if rule.absolute:
+        return lr
+    size = larger(size, rule.eps2)
+    if rule.ramps:  # version 0.2: the cap is on the product
+        return smaller(size * smaller(RAMP_PER_STEP * t, t**-0.5), lr)
+    return relative_step(t, lr, rule) * size  # (3)
 
 
-def factored_variance(moments: State, hyper: MaxFactorHyper) -> Tensor:
-    """Equation (6): V = R C / max R. R is divided first, so that the product cannot overflow."""
+def kept_share(alpha: Scalar, t: Scalar, lr: Scalar, rule: TensorRule) -> Scalar:
+    """Equation (4): what decay leaves of W."""
+    if rule.weight_decay == 0.0:
+        return 1.0
+    rate = lr if rule.decays_by_lr else alpha
+    if rule.decays_by_rho:
+        rate = relative_step(t, lr, rule)
+    return 1 - rate * rule.weight_decay  # (4)
+
+
+# --------------------------------------------------------------------- (5) (6): second moments
+
+
+def second_moments(g: Tensor, state: State, t: Scalar, rule: TensorRule) -> State:
+    """Equation (5): running means of the squared gradient, over rows and columns or dense."""
+    kappa = statistic_weight(t, rule)
+    if rule.dense:
+        v = state["variance"].view_as(g)
+        if rule.gamma is None:
+            return {"variance": torch.lerp(v, g * g + rule.offset, kappa)}
+        return {"variance": rule.gamma * v + (1 - rule.gamma) * g * g}  # (5')
+    m, n = g.shape[-2:]
+    row_mean = sum_of_squares(g, dim=-1) / (n + rule.count_eps) + rule.offset  # (m, 1)
+    col_mean = sum_of_squares(g, dim=-2) / (m + rule.count_eps) + rule.offset  # (1, n)
+    return {
+        "row_var": torch.lerp(state["row_var"].view_as(row_mean), row_mean, kappa),  # (5)
+        "col_var": torch.lerp(state["col_var"].view_as(col_mean), col_mean, kappa),
+    }
+
+
+def variance_of(moments: State, rule: TensorRule) -> Tensor:
+    """Equation (6): V without its floor. R is divided first: the product cannot overflow."""
+    if rule.dense:
+        return moments["variance"]
     row_var, col_var = moments["row_var"], moments["col_var"]
-    if hyper.direction == "factored":
-        return relative_to_mean(row_var) * col_var
-    if not hyper.max_norm:
-        return row_var * col_var
-    largest = row_var.amax(dim=-2, keepdim=True)  # (1, 1), one for each matrix of a batch
-    return row_var / largest.clamp(min=hyper.floor) * col_var
+    divisor: Tensor | None = None  # (1, 1), one for each matrix of a batch
+    if rule.divides_by_mean:
+        divisor = row_var.mean(dim=-2, keepdim=True).clamp(min=FLOAT32_TINY)
+    elif rule.divides_by_max:
+        divisor = row_var.amax(dim=-2, keepdim=True).clamp(min=rule.floor)
+    return (row_var if divisor is None else row_var / divisor) * col_var  # (6)
 
 
-def relative_to_mean(row_var: Tensor) -> Tensor:
-    """R / mean R, Adafactor's form of (6), for each matrix of a batch."""
-    return row_var / row_var.mean(dim=-2, keepdim=True).clamp(min=FLOAT32_TINY)
+# ------------------------------------------------------------------------- (7) to (9): the move
 
 
-def normalized(g: Tensor, variance: Tensor, hyper: MaxFactorHyper) -> Tensor:
-    """Equation (7): U = G / sqrt(V), scaled to a largest entry of 1; then version 0.2's clip."""
-    update = g * variance.clamp(min=hyper.variance_floor).rsqrt()
-    update = update / update.abs().amax().clamp(min=hyper.floor)
-    if hyper.clip_threshold > 0.0:
-        norm = vector_norm(update).clamp(min=hyper.clip_threshold)
-        update = update * (hyper.clip_threshold / norm)
-    return update
+def published_move(g: Tensor, moments: State, rule: TensorRule) -> Tensor:
+    """What W moves against without momentum, from G and the statistics of (5)."""
+    variance = variance_of(moments, rule)
+    if rule.boost is not None:
+        return rule.boost * g / (variance.sqrt() + rule.eps1).clamp(min=FLOAT32_TINY)
+    return directed(g * variance.clamp(min=rule.variance_floor).rsqrt(), rule)
 
 
-def direction(update: Tensor, hyper: MaxFactorHyper) -> Tensor:
-    """Equation (9): each entry moves by its sign times its row's largest; a vector is one row."""
-    is_vector = update.dim() == 1
-    if hyper.vector_direction == "update" if is_vector else not hyper.max_norm:
-        return update
-    return update.sign() * update.abs().amax(dim=-1, keepdim=True)
+def directed(update: Tensor, rule: TensorRule) -> Tensor:
+    """Equations (7) to (9) of U = G / sqrt(V), or of y in its place. A vector is one row."""
+    if rule.divides_by_peak:
+        update = update / update.abs().amax().clamp(min=rule.floor)  # (7)
+    if rule.norm_clip > 0.0:  # version 0.2
+        update = update * (rule.norm_clip / vector_norm(update).clamp(min=rule.norm_clip))
+    move = update
+    if rule.moves_by_sign:
+        move = update.sign() * update.abs().amax(dim=-1, keepdim=True)  # (9)
+    if rule.rms_bound < math.inf:
+        move = move / larger(rms(update) / rule.rms_bound, 1.0)  # (8)
+    return move
 
 
-def boosted_scalar(g: Tensor, variance: Tensor, hyper: MaxFactorHyper) -> Tensor:
-    """Version 0.3's rule for a parameter with a single value."""
-    assert hyper.scalar_boost is not None
-    return hyper.scalar_boost * g / (variance.sqrt() + hyper.eps1).clamp(min=FLOAT32_TINY)
-
-
-# ------------------------------------------------------- MaxFactor with momentum, or orthogonal
+# ------------------------------------------------ (10) to (13): momentum, or orthogonal direction
 
 
 def filtered_move(
-    g: Tensor, moments: State, state: State, t: Scalar, hyper: MaxFactorHyper
+    g: Tensor, moments: State, state: State, t: Scalar, rule: TensorRule
 ) -> tuple[Tensor, State]:
     """What W moves against with momentum or in the orthogonal direction, and the new memories."""
-    is_vector = g.dim() == 1
     g = g.reshape(-1, g.shape[-1])  # a vector is one row
-    variance = second_moment(moments, is_vector=is_vector)
-    x = g * input_factor(g.square().mean(), variance, moments, hyper)  # (10)
-    memories: State = {}
-    if hyper.momentum is not None:
-        x, memories = filtered(x, state, t, hyper, is_vector=is_vector)  # (11) (12) (13)
-        x = without_leaks(x, variance) if hyper.bands > 1 and not is_vector else x
-    if hyper.direction == "orthogonal" and not is_vector:
-        return orthogonal(x * whitening(variance, moments, hyper)), memories  # (9)
-    if hyper.direction == "factored":
-        return x / rms_divisor(x, hyper.d), memories  # (9)
-    update = x / x.abs().amax().clamp(min=hyper.floor)  # (7)
-    by_row = not is_vector or hyper.vector_direction == "sign_max"
-    move = update.sign() * update.abs().amax(dim=-1, keepdim=True) if by_row else update  # (9)
-    return (move / rms_divisor(update, hyper.d) if hyper.d < 1.0 else move), memories  # (8)
-
-
-def second_moment(moments: State, *, is_vector: bool) -> Tensor:
-    """V of (10), without its floor: R C / mean R, or v as one row; (..., m, n)."""
-    if is_vector:
-        return moments["variance"].unsqueeze(-2)
-    return relative_to_mean(moments["row_var"]) * moments["col_var"]
-
-
-def input_factor(
-    mean_square: Tensor, variance: Tensor, moments: State, hyper: MaxFactorHyper
-) -> Tensor:
-    """Equation (10): what G is multiplied by, one over sqrt(V) and the clip s_z.
-
-    The orthogonal direction takes the momentum before it preconditions, so its V is one number.
-    `mean_square` is the mean of this step's G^2: compared with the averages it tells how far the
-    input would stick out, at no further pass over it.
-    """
+    variance = variance_of(moments, rule).reshape(-1, g.shape[-1])
     mean = mean_moment(moments)
+    x = g * input_factor(g.square().mean(), mean, rule)
+    if not rule.is_orthogonal:
+        x = x * variance.clamp(min=rule.variance_floor).rsqrt()  # (10)
+    memories: State = {}
+    if rule.has_momentum:
+        x, memories = with_momentum(x, state, t, rule)
+        x = without_leaks(x, variance) if rule.bands > 1 else x
+    if not rule.is_orthogonal:
+        return directed(x, rule), memories
+    white = mean.sqrt() * variance.clamp(min=rule.variance_floor).rsqrt()
+    return orthogonal(x * white), memories  # (9)
+
+
+def input_factor(mean_square: Tensor, mean: Tensor, rule: TensorRule) -> Tensor:
+    """The part of (10) that is one number for each tensor: the clip s_z, and V if orthogonal.
+
+    `mean_square` is the mean of this step's G^2 and `mean` that of R or v. Their ratio says how far
+    the input would stick out, without another pass over it. The orthogonal direction whitens after
+    the momentum, so its V in (10) is one number.
+    """
     clip = (mean_square / mean.clamp(min=FLOAT32_TINY)).sqrt().clamp(min=1.0)  # s_z
-    if hyper.direction == "orthogonal" and "row_var" in moments:
-        variance = mean
-    return variance.clamp(min=hyper.variance_floor).rsqrt() / clip
+    if rule.is_orthogonal:
+        clip = clip * mean.clamp(min=rule.variance_floor).sqrt()
+    return 1.0 / clip
 
 
 def mean_moment(moments: State) -> Tensor:
@@ -245,28 +234,18 @@ def mean_moment(moments: State) -> Tensor:
     return moments[key].mean(dim=dim, keepdim=True)
 
 
-def filtered(
-    x: Tensor, state: State, t: Scalar, hyper: MaxFactorHyper, *, is_vector: bool
-) -> tuple[Tensor, State]:
-    """Equations (11) to (13): y, and the new momentum with what belongs to it."""
+def with_momentum(x: Tensor, state: State, t: Scalar, rule: TensorRule) -> tuple[Tensor, State]:
+    """Equations (11) to (13): y, and the new momentum with its sums."""
     sums = state.get("band_sums")
-    memory = memory_of(hyper, t, x.shape[-1], sums)
-    x = memory.enter(x)
-    before = recalled(state, tuple(x.shape))
-    store = hyper.momentum_store(is_vector=is_vector)
-    assert store is not None
-    memories = kept(memory.absorbed(before, x), store)  # (12)
-    y = memory.leave(memory.seen(recalled(memories, tuple(x.shape)), x))  # (13)
+    memory = memory_of(rule, t, x.shape[-1], sums)
+    x = memory.to_bands(x)
+    before = decode_momentum(state, tuple(x.shape))
+    memories = encode_momentum(memory.averaged(before, x), rule.momentum_dtype)
+    y = memory.from_bands(memory.lookahead(decode_momentum(memories, tuple(x.shape)), x))
     if sums is not None:
-        assert hyper.fam is not None
         totals, shape = band_totals(x, before, memory.bands), (x.shape[-2], x.shape[-1])
-        memories["band_sums"] = memory.next_sums(sums, totals, shape, hyper.fam)  # (11)
+        memories["band_sums"] = memory.next_sums(sums, totals, shape)
     return y, memories
-
-
-def whitening(variance: Tensor, moments: State, hyper: MaxFactorHyper) -> Tensor:
-    """What the orthogonal direction multiplies y by: one over the relative sqrt(V)."""
-    return mean_moment(moments).sqrt() * variance.clamp(min=hyper.variance_floor).rsqrt()
 
 
 def without_leaks(y: Tensor, variance: Tensor) -> Tensor:
@@ -277,73 +256,17 @@ def without_leaks(y: Tensor, variance: Tensor) -> Tensor:
     return torch.where(variance > 0, y, 0.0)
 
 
-# ------------------------------------------------------------------------------- Adafactor
-
-
-def adafactor(param: Tensor, grad: Tensor, state: State, hyper: AdafactorHyper) -> Result:
-    """One step of Adafactor as in the paper, without first moment (README, "Adafactor")."""
-    counted = dict(state, step=state["step"] + 1)
-    if param.numel() == 0:
-        return Result(param.clone(), counted, 0.0)
-    t = host_scalar(counted["step"])
-    w, g = working_copies(param, grad, hyper)
-
-    alpha, decay = adafactor_rates(rms(w), t, hyper)
-    kappa = t**hyper.beta2_decay  # 1 - beta2
-    if "variance" in state:
-        v = state["variance"].view_as(g)
-        variance = torch.lerp(v, g * g + hyper.eps1, kappa)
-        moments = {"variance": variance}
-    else:
-        moments = factors(g, state, kappa, offset=hyper.eps1)
-        variance = relative_to_mean(moments["row_var"]) * moments["col_var"]  # V = R C / mean R
-    update = g * variance.clamp(min=FLOAT32_TINY).rsqrt()
-    update = update / rms_divisor(update, hyper.clip_threshold)
-    w = w * (1 - decay) - (alpha * update).reshape(w.shape)
-    return Result(rounded(w, param.dtype, hyper, t), stored(counted, moments), alpha)
-
-
-def adafactor_rates(size: Scalar, t: Scalar, hyper: AdafactorHyper) -> tuple[Scalar, Scalar]:
-    """The step size and the share of W that decays; `size` is RMS(W)."""
-    if not hyper.relative_step:
-        assert hyper.lr is not None
-        lr = host_scalar(hyper.lr)
-        return lr, lr * hyper.weight_decay
-    cap = ADAFACTOR_MAX_STEP if hyper.lr is None else host_scalar(hyper.lr)
-    alpha = smaller(cap, t**-0.5) * larger(size, hyper.eps2)
-    # With an lr this is torch.optim.Adafactor's rule, where lr itself scales the decay.
-    return alpha, (alpha if hyper.lr is None else cap) * hyper.weight_decay
-
-
 # ---------------------------------------------------------------------------- small pieces
 
 
-def working_copies(param: Tensor, grad: Tensor, hyper: Hyper) -> tuple[Tensor, Tensor]:
+def working_copies(param: Tensor, grad: Tensor, rule: TensorRule) -> tuple[Tensor, Tensor]:
     """W and G in the precision of the arithmetic; G as a vector, (m, n) or (batch, m, n).
 
     Float32 for both, except that a float64 W is not rounded.
     """
-    layout = factoring(tuple(param.shape), hyper.factor)
+    layout = factoring(tuple(param.shape), rule.factor)
     g = grad.to(torch.float32).reshape((-1,) if layout is None else layout.matrix)
-    return param.to(torch.promote_types(param.dtype, torch.float32)), -g if hyper.maximize else g
-
-
-def stored(counted: State, moments: State) -> State:
-    """The new state, each tensor in the shape it is kept in."""
-    return {**counted, **{key: x.reshape(counted[key].shape) for key, x in moments.items()}}
-
-
-def factors(
-    g: Tensor, state: State, kappa: Scalar, *, count_eps: float = 0.0, offset: float = 0.0
-) -> State:
-    """Equation (5): the running means of the squared gradient over rows and over columns."""
-    m, n = g.shape[-2:]
-    row_mean = sum_of_squares(g, dim=-1) / (n + count_eps) + offset  # (m, 1)
-    col_mean = sum_of_squares(g, dim=-2) / (m + count_eps) + offset  # (1, n)
-    return {
-        "row_var": torch.lerp(state["row_var"].view_as(row_mean), row_mean, kappa),
-        "col_var": torch.lerp(state["col_var"].view_as(col_mean), col_mean, kappa),
-    }
+    return param.to(torch.promote_types(param.dtype, torch.float32)), -g if rule.maximize else g
 
 
 def sum_of_squares(x: Tensor, dim: int) -> Tensor:
@@ -356,11 +279,6 @@ def rms(x: Tensor) -> Tensor:
     """RMS(x), a 0-dim tensor. Row by row first: one long float32 sum would lose digits."""
     norm: Tensor = vector_norm(vector_norm(x, dim=-1)) if x.dim() > 1 else vector_norm(x)
     return norm / math.sqrt(x.numel())
-
-
-def rms_divisor(update: Tensor, d: float) -> Scalar:
-    """Equation (8): s = max(1, RMS(U) / d)."""
-    return larger(rms(update) / d, 1.0)
 
 
 def host_scalar(x: Scalar) -> Scalar:

@@ -6,6 +6,9 @@ average: it goes up with a probability equal to the part that would be cut off.
 
 The noise is a hash of (seed, step, position in the tensor), so a run repeats bit for bit, in any
 backend, in any order of parameters, and for any shard that knows its positions.
+
+References:
+    Gupta et al., "Deep Learning with Limited Numerical Precision", 2015.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from maxfactor.settings import Hyper
+    from maxfactor.settings import TensorRule
 
 MASK = 0xFFFFFFFF
 SIGN_BIT = 0x80000000
@@ -29,23 +32,16 @@ FP16_SMALLEST_NORMAL = 2.0**-14
 FP16_QUANTUM = 2.0**-24  # spacing of float16 below that
 
 
-def is_stochastic(dtype: torch.dtype, hyper: Hyper) -> bool:
-    """Whether a parameter of this dtype is written with stochastic rounding."""
-    if dtype == torch.bfloat16:
-        return hyper.rounding != "nearest"
-    return dtype == torch.float16 and hyper.rounding == "stochastic"
-
-
 def rounded(
-    w: Tensor, dtype: torch.dtype, hyper: Hyper, t: float | Tensor, start: int | Tensor = 0
+    w: Tensor, dtype: torch.dtype, rule: TensorRule, t: float | Tensor, start: int | Tensor = 0
 ) -> Tensor:
     """Return `w` in `dtype`.
 
     `start` is the position of its first element in the parameter, or a tensor of all positions.
     """
-    if not is_stochastic(dtype, hyper):
+    if not rule.is_stochastic(dtype):
         return w.to(dtype)
-    noise = position_noise(w, noise_key(hyper.seed or 0, t), start)
+    noise = position_noise(w, noise_key(rule.seed, t), start)
     low = rounded_bf16(w, noise) if dtype == torch.bfloat16 else rounded_fp16(w, noise)
     return torch.where(w.isfinite(), low, w).to(dtype)
 

@@ -1,0 +1,591 @@
+"""The equations in torch operations: one form for one process and for shards.
+
+A `Batch` is k tensors of one shape, (k, m, n), or one large matrix that is read and written in
+blocks of rows. Its step is a generator of three rounds. Each yields sums and maxima, and continues
+with those over all ranks that hold a part of the tensor; for one process they are its own.
+
+    1  sums     of G^2 by rows and columns, of W^2, of R (or v) before the step
+    2  maxima   of R in (6)
+    3  maxima   of |U|, of its rows where columns are cut; sums of U^2 and those of FAM's bands
+
+Nothing is written before the end of round 1, which also tells whether the gradient is finite.
+Means and factors are those of the whole tensor, so nothing but the order of sums depends on how a
+tensor is cut. With several blocks the last pass computes U again, from G or from the stored
+momentum, so that nothing of a tensor's size is kept in between.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from maxfactor.backends.torch.blocks import (
+    DenseVariance,
+    FactoredVariance,
+    Scratch,
+    as_batch,
+    write_back,
+)
+from maxfactor.distributed.owner_exchange import Travelling
+from maxfactor.distributed.placement import local, positions
+from maxfactor.distributed.reductions import Reduction, groups_over
+from maxfactor.rule import reference
+from maxfactor.rule.fam import band_totals
+from maxfactor.rule.int8 import dequantize, quantize_
+from maxfactor.rule.momentum import memory_of
+from maxfactor.rule.newton_schulz import orthogonal
+from maxfactor.rule.reference import Scalar, host_scalar, larger
+from maxfactor.rule.rounding import rounded
+from maxfactor.settings import FLOAT32_TINY
+from maxfactor.state import factoring
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Sequence
+
+    from maxfactor.backends.step_io import StepInput
+    from maxfactor.rule.momentum import Memory
+
+    Rounds = Generator[list[Reduction], list[Tensor], list[Scalar]]
+    Variance = DenseVariance | FactoredVariance
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+KEPT = 1 << 15  # elements of a tensor up to which a stack of gradients is kept between rounds
+
+
+class Batch:
+    """Tensors of one shape, rule, dtype and step count, or this rank's shard of one tensor.
+
+    Args:
+        inputs: The tensors. More than one only if none of them is sharded.
+        grads: What this rank holds of their gradients.
+        t: The number of this step; (k, 1, 1) where the device counts.
+        block: Elements to work on at a time, if rows can be worked on by themselves.
+        scratch: Buffers that batches share.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[StepInput],
+        grads: Sequence[Tensor],
+        t: Scalar,
+        block: int,
+        scratch: Scratch,
+    ) -> None:
+        first = inputs[0]
+        self.inputs, self.grads, self.t = inputs, grads, t
+        self.rule, self.lr = first.rule, host_scalar(first.lr)
+        self.block, self.scratch = block, scratch
+        self.params = [local(each.param) for each in inputs]
+        self.states = [{key: local(x) for key, x in each.state.items()} for each in inputs]
+        self.count = first.param.numel()  # of the whole tensor
+        self._find_shape()
+        self._find_groups()
+        self.stacked: Tensor | None = None  # gradients of small tensors
+        self.weights: Tensor | None = None  # as a batch, from when they are first read
+        self.travelling: Travelling | None = None
+        if self.rule.is_orthogonal and self.everywhere:
+            layout = factoring(tuple(first.param.shape), self.rule.factor)
+            assert layout is not None
+            self.travelling = Travelling(first.param, layout)
+
+    def _find_shape(self) -> None:
+        """(k, m, n) of what is here, sizes of the whole matrix, and a tensor's dimensions."""
+        param, own = self.inputs[0].param, self.params[0]
+        layout = factoring(tuple(param.shape), self.rule.factor)
+        self.tensor_dims: tuple[int, ...] = (-2, -1)
+        self.m, self.n = 1, self.count
+        self.shape = (len(self.inputs), 1, own.numel())
+        if layout is None:
+            return
+        *batch, m, n = layout.of_shard(tuple(own.shape)).matrix
+        self.m, self.n = layout.matrix[-2:]
+        self.shape = (len(self.inputs), m, n)
+        if batch:  # factor="last": the matrices of one tensor
+            self.shape, self.tensor_dims = (batch[0], m, n), (-3, -2, -1)
+
+    def _find_groups(self) -> None:
+        """Over which processes sums and maxima are taken; none for one process."""
+        param = self.inputs[0].param
+        layout, dims = factoring(tuple(param.shape), self.rule.factor), range(param.dim())
+        self.everywhere = groups_over(param, dims)
+        self.along_rows, self.along_columns = self.everywhere, []
+        if layout is not None:  # by the dimensions that the other factor does not have
+            self.along_rows = groups_over(param, set(dims) - set(layout.row_dims))
+            self.along_columns = groups_over(param, set(dims) - set(layout.col_dims))
+
+    # ------------------------------------------------------------------------------ the step
+
+    def rounds(self) -> Rounds:
+        """The step; returns the step sizes."""
+        rule = self.rule
+        reductions = self._sums()
+        if self.everywhere:
+            reductions.append(Reduction(self._weight_squares(), self.everywhere))
+        got = yield reductions
+        torch._foreach_add_([state["step"] for state in self.states], 1.0)
+        weight_squares = got.pop() if self.everywhere else self._weight_squares()
+        alpha, keep = self._rates(weight_squares)
+        mean = self._update_moments(got)
+        variance = yield from self._variance(mean)
+        if rule.boost is not None:
+            yield []
+            self._write_boosted(alpha, keep)
+        elif rule.is_orthogonal:
+            yield from self._orthogonal_step(variance, mean, got[0], alpha, keep)
+        else:
+            yield from self._directed_step(variance, mean, got[0], alpha, keep)
+        self.stacked = self.weights = None  # not kept while other batches run
+        if isinstance(alpha, Tensor) and alpha.dim():
+            return list(alpha.expand(len(self.inputs), 1, 1).unbind())
+        return [alpha] * len(self.inputs)
+
+    # ------------------------------------------------------------------------------- round 1
+
+    def _sums(self) -> list[Reduction]:
+        """Sums of G^2 and of the moments before; for factored matrices also by rows, columns."""
+        row_norm = self._new_column()
+        squares: Tensor | None = None  # an entry sums one row of every block
+        for rows, g in self._gradient_blocks():
+            vector_norm(g, dim=-1, keepdim=True, out=row_norm[:, rows])
+            if self.rule.dense:
+                continue
+            if squares is None:
+                squares = torch.mul(g, g, out=self.scratch(0, g))
+            else:
+                squares[:, : g.shape[1]].addcmul_(g, g)
+        row_sum = row_norm.square_()
+        # Over a tensor, not over each matrix of a batch.
+        total = row_sum.sum(dim=self.tensor_dims, keepdim=True).reshape(-1, 1, 1)
+        found = [Reduction(total, self.everywhere)]
+        if self.rule.dense:
+            if self.rule.needs_mean:
+                before = self._state("variance", self.shape).sum(dim=(-2, -1), keepdim=True)
+                found.append(Reduction(before, self.everywhere))
+            return found
+        k, _, n = self.shape
+        col_sum = row_sum.new_zeros(k, 1, n)
+        if squares is not None:
+            col_sum = squares.sum(dim=-2, keepdim=True)
+        found += [Reduction(row_sum, self.along_rows), Reduction(col_sum, self.along_columns)]
+        if self.rule.needs_mean:
+            within = [*self.along_columns, *self.along_rows]  # not those that cut a batch
+            before = self._state("row_var", self._rows).sum(dim=-2, keepdim=True)
+            found.append(Reduction(before, self.along_columns))
+            found.append(Reduction(row_sum.sum(dim=-2, keepdim=True), within))
+        return found
+
+    def _weight_squares(self) -> Tensor:
+        """The sum of W^2 of each tensor, (k, 1, 1); zeros where (3) keeps to the first RMS."""
+        k = len(self.inputs)
+        if self._keeps_to_first:
+            return torch.zeros((k, 1, 1), dtype=torch.float32, device=self.params[0].device)
+        wide = torch.promote_types(self.params[0].dtype, torch.float32)
+        self.weights = as_batch(self.params, self.shape)
+        # Row by row first: one long float32 sum would lose digits, and take one thread.
+        by_row: Tensor = vector_norm(self.weights, dim=-1, keepdim=True, dtype=wide)
+        norm: Tensor = vector_norm(by_row, dim=self.tensor_dims)
+        return norm.square().to(torch.float32).reshape(k, 1, 1)
+
+    @cached_property
+    def _keeps_to_first(self) -> bool:
+        """Whether (3) scales by the RMS of the first step; False where only a GPU knows."""
+        if not self.rule.keeps_initial_rms or isinstance(self.t, Tensor) or self.t == 1:
+            return False
+        kept = [state["initial_rms"] for state in self.states]
+        # Numbers of the CPU are read, as is the counter of steps.
+        return all(not each.is_cuda and each.item() > 0 for each in kept)
+
+    def _rates(self, weight_squares: Tensor) -> tuple[Scalar, Scalar]:
+        """The step size (2) (3), and what decay leaves of W (4): numbers, or (k, 1, 1)."""
+        rule, t = self.rule, self.t
+        size = (weight_squares / self.count).sqrt()
+        if rule.keeps_initial_rms:
+            kept = [state["initial_rms"] for state in self.states]
+            first = torch.stack(kept).reshape(size.shape)
+            if self._keeps_to_first:
+                size = first
+            else:
+                size, now = reference.weight_size(size, first, t)
+                torch._foreach_copy_(kept, list(now["initial_rms"].reshape(-1).unbind()))
+        # The numbers of one tensor are Python's own on the CPU; on a device they stay there.
+        scale: Scalar = host_scalar(size) if len(self.inputs) == 1 else size
+        alpha = reference.step_size(scale, t, self.lr, rule)
+        return alpha, reference.kept_share(alpha, t, self.lr, rule)
+
+    def _update_moments(self, got: list[Tensor]) -> Tensor | None:
+        """Equation (5), written to the state; returns mean R, or mean v, where it is needed.
+
+        A mean of averages is the average of the means: it needs no message after round 1.
+        """
+        rule = self.rule
+        kappa = reference.statistic_weight(self.t, rule)
+        if rule.dense:
+            return self._update_dense(got, kappa)
+        _, row_sum, col_sum, *sums = got
+        row_var, col_var = self._state("row_var", self._rows), self._state("col_var", self._cols)
+        row_var.lerp_(row_sum / (self.n + rule.count_eps) + rule.offset, kappa)  # (5)
+        col_var.lerp_(col_sum / (self.m + rule.count_eps) + rule.offset, kappa)
+        self._save("row_var", row_var)
+        self._save("col_var", col_var)
+        self.row_var, self.col_var = row_var, col_var
+        if not sums:
+            return None
+        before, matrix_sum = sums
+        newest = matrix_sum / (self.m * (self.n + rule.count_eps)) + rule.offset
+        return torch.lerp(before / self.m, newest, kappa)
+
+    def _update_dense(self, got: list[Tensor], kappa: Scalar) -> Tensor | None:
+        rule = self.rule
+        weight = kappa if rule.gamma is None else 1 - rule.gamma
+        v = self._state("variance", self.shape)
+        g = self._whole_gradient()
+        if rule.gamma is None:
+            v.lerp_((g * g).add_(rule.offset), weight)
+        else:
+            v.mul_(rule.gamma).addcmul_(g, g, value=1 - rule.gamma)  # (5')
+        self._save("variance", v)
+        self.v = v
+        if not rule.needs_mean:
+            return None
+        total, before = got
+        newest = total / self.count + rule.offset
+        return (1 - weight) * (before / self.count) + weight * newest
+
+    # ------------------------------------------------------------------------------- round 2
+
+    def _variance(self, mean: Tensor | None) -> Generator[list[Reduction], list[Tensor], Variance]:
+        """Equation (6)."""
+        rule = self.rule
+        if rule.dense:
+            yield []
+            return DenseVariance(self.v, rule.variance_floor)
+        row = self.row_var
+        if rule.divides_by_mean:
+            assert mean is not None
+            yield []
+            row = row / mean.clamp(min=FLOAT32_TINY)  # (6)
+        elif rule.divides_by_max:
+            largest = Reduction(largest_of(row, -2), self.along_columns, is_sum=False)
+            (divisor,) = yield [largest]
+            row = row / divisor.clamp(min=rule.floor)
+        else:
+            yield []
+        return FactoredVariance(row, self.col_var, rule.variance_floor)
+
+    # ------------------------------------------------------------------------------- round 3
+
+    def _directed_step(
+        self, variance: Variance, mean: Tensor | None, total: Tensor, alpha: Scalar, keep: Scalar
+    ) -> Generator[list[Reduction], list[Tensor], None]:
+        """Equations (7) to (9), after (10) to (13) where there is momentum."""
+        rule = self.rule
+        update = Update(self, variance, mean, total)
+        row_max, row_norm = self._new_column(), self._new_column()
+        for rows, g in self._gradient_blocks():
+            u = update.first_pass(rows, g)
+            if rule.needs_norm:
+                vector_norm(u, dim=-1, keepdim=True, out=row_norm[:, rows])
+            if rule.divides_by_peak:
+                magnitude = torch.abs(u, out=self.scratch(4, u))
+                torch.amax(magnitude, dim=-1, keepdim=True, out=row_max[:, rows])
+        if self.everywhere:
+            self.scratch.release()  # what other ranks are waited for
+        if not rule.has_momentum:
+            row_max.mul_(variance.row_factor())
+            row_norm.mul_(variance.row_factor())
+        largest, square, row_max, *sums = yield [
+            Reduction(
+                largest_of(row_max, self.tensor_dims),
+                self.everywhere if rule.divides_by_peak else (),
+                is_sum=False,
+            ),
+            Reduction(
+                row_norm.square().sum(dim=self.tensor_dims, keepdim=True),
+                self.everywhere if rule.needs_norm else (),
+            ),
+            Reduction(row_max, self.along_rows if rule.moves_by_sign else (), is_sum=False),
+            *update.reductions(),
+        ]
+        update.finish(sums)
+        coef: Tensor | Scalar = 1.0 if rule.has_momentum else variance.row_factor()
+        # In this order: row maxima of 0 must meet the scale before it overflows.
+        scale = self._update_scale(largest, square.sqrt())
+        coef = (row_max if rule.moves_by_sign else coef) * scale
+        coef = coef * (alpha if rule.has_momentum else alpha * self._uphill)
+        if isinstance(coef, Tensor):
+            # A gradient of zeros with a floor of zero: the largest number, as 0 * inf is NaN.
+            coef = coef.clamp(-FLOAT32_MAX, FLOAT32_MAX)
+        for rows, g in self._gradient_blocks():
+            u = update.last_pass(rows, g)
+            c = coef[:, rows] if isinstance(coef, Tensor) and coef.shape[1] > 1 else coef
+            self._write(rows, u.mul_(-c), keep)  # (9)
+
+    @property
+    def _uphill(self) -> float:
+        return -1.0 if self.rule.maximize else 1.0
+
+    def _update_scale(self, largest: Tensor, norm: Tensor) -> Scalar:
+        """What U = G / sqrt(V) is multiplied by, from max|U| and ||U||."""
+        rule = self.rule
+        scale: Scalar = 1.0
+        if rule.divides_by_peak:
+            scale = 1.0 / larger(largest, rule.floor)  # (7)
+        if rule.norm_clip > 0.0:
+            scale = scale * (rule.norm_clip / larger(norm * scale, rule.norm_clip))
+        if rule.rms_bound < math.inf:
+            rms = norm / math.sqrt(self.count) * scale
+            scale = scale / larger(rms / rule.rms_bound, 1.0)  # (8)
+        return scale
+
+    def _orthogonal_step(
+        self, variance: Variance, mean: Tensor | None, total: Tensor, alpha: Scalar, keep: Scalar
+    ) -> Generator[list[Reduction], list[Tensor], None]:
+        """Equations (10) to (13), then the orthogonal direction of (9). It takes whole matrices."""
+        assert mean is not None
+        update = Update(self, variance, mean, total)
+        rows = slice(0, self.shape[1])
+        y = update.first_pass(rows, self._whole_gradient())
+        y = variance.normalize(y.mul_(mean.sqrt()), rows, y).mul_(variance.row_factor())
+        if self.travelling is not None:
+            self.travelling.value = y.reshape(self.params[0].shape)
+            del y  # only one copy of all matrices while they travel
+        update.finish((yield update.reductions()))
+        if self.travelling is None:
+            move = orthogonal(y)
+        else:
+            move = self.travelling.whole().reshape(self.shape)
+        self._write(rows, move.mul_(-alpha), keep)
+
+    # --------------------------------------------------------------------------------- write
+
+    def _write(self, rows: slice, move: Tensor, keep: Scalar) -> None:
+        """W <- keep * W + move for some rows; overwrites `move`."""
+        dtype = self.params[0].dtype
+        if self.weights is None:
+            self.weights = as_batch(self.params, self.shape)
+        w = self.weights[:, rows]
+        is_wide = dtype in (torch.float32, torch.float64)
+        wide = w if is_wide else self.scratch(2, w).copy_(w)
+        if isinstance(keep, Tensor):  # one for each tensor, or on a device, where it is not read
+            wide.mul_(keep).add_(move)
+        else:
+            torch.add(move, wide, alpha=keep, out=wide)  # one pass for both
+        if not is_wide:
+            w.copy_(self._rounded(rows, wide, dtype))
+        if rows.stop == self.shape[1]:
+            write_back(self.params, self.weights)
+
+    def _rounded(self, rows: slice, wide: Tensor, dtype: torch.dtype) -> Tensor:
+        if not self.rule.is_stochastic(dtype):
+            return wide.to(dtype)
+        if len(self.inputs) == 1:
+            start: Tensor | int = rows.start * self.shape[2]
+            if self.everywhere:
+                start = positions(self.inputs[0].param).view(self.shape)[:, rows]
+            t = self.t if not isinstance(self.t, Tensor) else self.t.reshape(())
+            return rounded(wide, dtype, self.rule, t, start)
+        times = self.t if isinstance(self.t, Tensor) else [self.t] * len(wide)
+        # The noise starts anew in every tensor.
+        each = [
+            rounded(w, dtype, self.rule, host_scalar(t)) for w, t in zip(wide, times, strict=True)
+        ]
+        return torch.stack(each)
+
+    def _write_boosted(self, alpha: Scalar, keep: Scalar) -> None:
+        """Version 0.3's rule for parameters with a single value."""
+        rule, rows = self.rule, slice(0, self.shape[1])
+        assert rule.boost is not None
+        root = (self.v.sqrt() + rule.eps1).clamp_(min=FLOAT32_TINY)
+        g = self._whole_gradient()
+        self._write(rows, (g / root).mul_(-rule.boost * self._uphill).mul_(alpha), keep)
+
+    # -------------------------------------------------------------------- gradients and state
+
+    def _gradient_blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Blocks of rows of the gradient, float32 and not to be written to: (k, rows, n)."""
+        _, m, n = self.shape
+        whole = self._gradient()
+        if whole.numel() == 0:
+            return
+        step = m
+        if len(self.inputs) == 1 and len(self.tensor_dims) == 2 and not self.rule.is_orthogonal:
+            step = min(m, max(1, self.block // n))
+        for start in range(0, m, step):
+            rows = slice(start, min(start + step, m))
+            g = whole[:, rows]
+            yield rows, g if g.dtype == torch.float32 else self.scratch(1, g).copy_(g)
+
+    def _whole_gradient(self) -> Tensor:
+        """The gradient in float32, not to be written to."""
+        return self._gradient().to(torch.float32)
+
+    def _gradient(self) -> Tensor:
+        if self.stacked is not None:
+            return self.stacked
+        batch = as_batch(self.grads, self.shape)
+        if len(self.inputs) > 1 and self.count <= KEPT:
+            self.stacked = batch
+        return batch
+
+    @property
+    def _rows(self) -> tuple[int, int, int]:
+        return self.shape[0], self.shape[1], 1
+
+    @property
+    def _cols(self) -> tuple[int, int, int]:
+        return self.shape[0], 1, self.shape[2]
+
+    def _state(self, key: str, shape: tuple[int, int, int]) -> Tensor:
+        """A state tensor of all tensors, as a batch: a view of a single one, else a copy."""
+        return as_batch([state[key] for state in self.states], shape)
+
+    def _save(self, key: str, batch: Tensor) -> None:
+        write_back([state[key] for state in self.states], batch)
+
+    def _new_column(self) -> Tensor:
+        return torch.zeros(self._rows, dtype=torch.float32, device=self.params[0].device)
+
+
+class Update:
+    """What (7) to (9) turn into a move, block by block: G / sqrt(V), or y of (10) to (13)."""
+
+    def __init__(
+        self, batch: Batch, variance: Variance, mean: Tensor | None, total: Tensor
+    ) -> None:
+        self.batch, self.rule, self.variance = batch, batch.rule, variance
+        self.kept: Tensor | None = None  # of a batch that is one block
+        self.totals: Tensor | None = None
+        self.memory: Memory | None = None
+        self.factor: Scalar = 1.0
+        if not self.rule.is_filtered:
+            return
+        assert mean is not None
+        factor = reference.input_factor(total / batch.count, mean, self.rule)
+        self.factor = factor * batch._uphill  # the momentum remembers G with its sign
+        if self.rule.has_momentum:
+            self.memory = memory_of(self.rule, batch.t, batch.shape[2], self._band_sums())
+            self._load_momentum()
+
+    def _band_sums(self) -> Tensor | None:
+        states = self.batch.states
+        if "band_sums" not in states[0]:
+            return None
+        return torch.stack([state["band_sums"] for state in states])
+
+    def _load_momentum(self) -> None:
+        k, m, n = self.batch.shape
+        self.codes = self.batch._state("momentum", (k, m, n))
+        self.scales: Tensor | None = None
+        if "momentum_scale" in self.batch.states[0]:
+            blocks = self.batch.states[0]["momentum_scale"].numel() // max(m, 1)
+            self.scales = self.batch._state("momentum_scale", (k, m, blocks))
+
+    def first_pass(self, rows: slice, g: Tensor) -> Tensor:
+        """U or y of a block; with momentum, M is updated."""
+        batch = self.batch
+        out = batch.scratch(0, g)
+        is_whole = g.shape[1] == batch.shape[1]
+        if not self.rule.is_filtered:
+            u = self.variance.normalize(g, rows, out)
+        else:
+            u = self._filter(rows, self._input(rows, g, out), is_first=True)
+        if is_whole:
+            self.kept = u
+        return u
+
+    def last_pass(self, rows: slice, g: Tensor) -> Tensor:
+        """The same once more, or its sign where only that counts, in a buffer to overwrite."""
+        by_sign, out = self.rule.moves_by_sign, self.batch.scratch(0, g)
+        if self.kept is not None:
+            u = self.kept
+        elif self.rule.is_filtered:
+            u = self._filter(rows, self._input(rows, g, out), is_first=False)
+        elif by_sign:
+            return torch.sign(g, out=out)  # sign(U) = sign(G)
+        else:
+            u = self.variance.normalize(g, rows, out)
+        return u.sign_() if by_sign else u
+
+    def _input(self, rows: slice, g: Tensor, out: Tensor) -> Tensor:
+        """Equation (10)."""
+        if self.rule.is_orthogonal:
+            return torch.mul(g, self.factor, out=out)
+        x = self.variance.normalize(g, rows, out)  # (10)
+        row = self.variance.row_factor()
+        return x.mul_((row[:, rows] if isinstance(row, Tensor) else row) * self.factor)
+
+    def _filter(self, rows: slice, x: Tensor, *, is_first: bool) -> Tensor:
+        """Equations (11) to (13) for a block of rows."""
+        memory = self.memory
+        if memory is None or x.numel() == 0:
+            return x
+        x = memory.to_bands(x)
+        momentum = self._decode(rows, x)
+        if is_first:
+            if memory.band_beta is not None:
+                own = band_totals(x, momentum, memory.bands)
+                self.totals = own if self.totals is None else self.totals + own
+            memory.average_(momentum, x)
+            self._encode_(rows, momentum)
+        y = memory.from_bands(memory.lookahead_(momentum, x))
+        if memory.bands > 1 and (touched := self.variance.is_touched(rows)) is not None:
+            y = torch.where(touched, y, 0.0)
+        return y
+
+    def _decode(self, rows: slice, like: Tensor) -> Tensor:
+        """A float32 copy of a block of the momentum."""
+        out = self.batch.scratch(3, like)
+        if self.scales is None:
+            return out.copy_(self.codes[:, rows])
+        return dequantize(self.codes[:, rows], self.scales[:, rows], out)
+
+    def _encode_(self, rows: slice, momentum: Tensor) -> None:
+        """Store a block of the momentum, which becomes what was stored."""
+        if self.scales is None:
+            self.codes[:, rows].copy_(momentum)
+            momentum.copy_(self.codes[:, rows])
+        else:
+            codes, scales = quantize_(momentum)
+            self.codes[:, rows].copy_(codes)
+            self.scales[:, rows].copy_(scales)
+        if rows.stop == self.batch.shape[1]:
+            self.batch._save("momentum", self.codes)
+            if self.scales is not None:
+                self.batch._save("momentum_scale", self.scales)
+
+    def reductions(self) -> list[Reduction]:
+        """The sums over FAM's bands."""
+        if self.memory is None or self.memory.band_beta is None:
+            return []
+        batch = self.batch
+        if self.totals is None:  # an empty shard
+            self.totals = torch.zeros(
+                (len(batch.inputs), 2, self.memory.bands),
+                dtype=torch.float32,
+                device=batch.params[0].device,
+            )
+        return [Reduction(self.totals, batch.everywhere)]
+
+    def finish(self, totals: list[Tensor]) -> None:
+        """Equation (11): FAM's sums for the next step."""
+        if totals:
+            sums, batch = self._band_sums(), self.batch
+            assert sums is not None
+            assert self.memory is not None
+            new = self.memory.next_sums(sums, totals[0], (batch.m, batch.n))
+            write_back([state["band_sums"] for state in batch.states], new)
+
+
+def largest_of(x: Tensor, dims: int | tuple[int, ...]) -> Tensor:
+    """The largest magnitude along `dims`, kept as 1; 0 where there is none."""
+    if x.numel():
+        return x.abs().amax(dim=dims, keepdim=True)
+    shape = list(x.shape)
+    for dim in (dims,) if isinstance(dims, int) else dims:
+        shape[dim] = 1
+    return x.new_zeros(shape)

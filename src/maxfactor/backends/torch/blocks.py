@@ -1,0 +1,108 @@
+"""Tensors as batches (k, m, n), blocks of rows, and what 1 / sqrt(V) is in each of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Shape = tuple[int, int, int]
+
+
+def as_batch(tensors: Sequence[Tensor], shape: Shape) -> Tensor:
+    """The tensors as one batch (k, m, n): a view of a single one if it can be, else a copy."""
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        return tensors[0].view(shape)
+    # A stack of channels_last tensors is not contiguous.
+    return torch.stack(list(tensors)).reshape(shape).contiguous()
+
+
+def write_back(tensors: Sequence[Tensor], batch: Tensor) -> None:
+    """Copy a batch that is not a view to where it came from."""
+    if len(tensors) == 1 and tensors[0].data_ptr() == batch.data_ptr():
+        return
+    parts = batch.reshape(len(tensors), *tensors[0].shape).unbind()
+    torch._foreach_copy_(list(tensors), list(parts))
+
+
+class Scratch:
+    """Buffers for one block, used again for every block of every batch of a step."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, torch.device], Tensor] = {}
+
+    def __call__(self, index: int, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Buffer `index` in the shape of `like`, with arbitrary content."""
+        size, key = like.numel(), (index, like.device)
+        found = self._buffers.get(key)
+        if found is None or found.numel() < size or found.dtype != dtype:
+            found = self._buffers[key] = torch.empty(size, dtype=dtype, device=like.device)
+        return found[:size].view(like.shape)
+
+    def release(self) -> None:
+        """Forget the buffers; what is still in use stays."""
+        self._buffers.clear()
+
+
+class FactoredVariance:
+    """V = max(R C, floor). Where no floor is active 1 / sqrt(V) is a product, too.
+
+    Args:
+        row: The rows' factor of (6), (k, m, 1).
+        col: C, (k, 1, n).
+        floor: The smallest V.
+    """
+
+    def __init__(self, row: Tensor, col: Tensor, floor: float) -> None:
+        self.floor = floor
+        # The CPU's memory can be read without waiting.
+        self.is_separable = row.device.type == "cpu" and smallest_product(row, col) >= floor
+        self.row = row.rsqrt() if self.is_separable else row
+        self.col = col.rsqrt() if self.is_separable else col
+
+    def normalize(self, g: Tensor, rows: slice, out: Tensor) -> Tensor:
+        """G / sqrt(V) of some rows but for `row_factor`, into `out`, which may be `g`."""
+        if self.is_separable:
+            return torch.mul(g, self.col, out=out)
+        row = self.row[:, rows]
+        if out is g:
+            return g.mul_((row * self.col).clamp_(min=self.floor).rsqrt_())
+        return torch.mul(row, self.col, out=out).clamp_(min=self.floor).rsqrt_().mul_(g)
+
+    def row_factor(self) -> Tensor | float:
+        """What `normalize` leaves out: (k, m, 1), or 1."""
+        return self.row if self.is_separable else 1.0
+
+    def is_touched(self, rows: slice) -> Tensor | None:
+        """Where there ever was a gradient; None for everywhere."""
+        return None if self.is_separable else self.row[:, rows] * self.col > 0
+
+
+class DenseVariance:
+    """V = max(v, floor) of tensors that keep a full v, (k, m, n)."""
+
+    def __init__(self, v: Tensor, floor: float) -> None:
+        self.v, self.floor = v, floor
+
+    def normalize(self, g: Tensor, rows: slice, out: Tensor) -> Tensor:
+        """G / sqrt(V) of some rows, into `out`, which may be `g`."""
+        return torch.mul(g, self.v[:, rows].clamp(min=self.floor).rsqrt_(), out=out)
+
+    def row_factor(self) -> Tensor | float:
+        """1: `normalize` is complete."""
+        return 1.0
+
+    def is_touched(self, rows: slice) -> Tensor | None:
+        """Where there ever was a gradient."""
+        return self.v[:, rows] > 0
+
+
+def smallest_product(row: Tensor, col: Tensor) -> float:
+    """The smallest entry of row * col, not negative, in any matrix of a batch; 0 without one."""
+    if row.numel() == 0 or col.numel() == 0:
+        return 0.0
+    return float((row.amin(dim=-2, keepdim=True) * col.amin(dim=-1, keepdim=True)).amin())

@@ -1,0 +1,207 @@
+"""A step in torch operations: sorts parameters into batches and takes them through their rounds.
+
+It serves the CPU, devices without Triton, and shards. `batch.py` has the equations.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from maxfactor.backends.step_io import StepResult
+from maxfactor.backends.torch.batch import Batch
+from maxfactor.backends.torch.blocks import Scratch
+from maxfactor.distributed.gradients import local_gradients
+from maxfactor.distributed.owner_exchange import orthogonalize_
+from maxfactor.distributed.placement import is_sharded
+from maxfactor.distributed.reductions import Reduction, process_groups, reduce_all
+from maxfactor.rule.newton_schulz import orthogonal
+from maxfactor.rule.reference import Scalar, host_scalar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch.distributed import ProcessGroup
+
+    from maxfactor.backends.step_io import StepInput
+    from maxfactor.backends.torch.batch import Rounds
+
+CPU_BLOCK = 1 << 19  # elements: two float32 buffers of this size stay in a processor's cache
+DEVICE_BLOCK = 1 << 24  # elsewhere a block only has to be small beside the memory
+SMALL = 1 << 15  # elements up to which, on a CPU, a call costs more than the copy into a stack
+ROUNDS = 3
+
+
+def step(inputs: Sequence[StepInput], *, check: bool, foreach: bool) -> StepResult:
+    """Take one step for each parameter; with `check`, none at all if a gradient is not finite.
+
+    Args:
+        inputs: The parameters; their states are written in place.
+        check: Look for gradients that are not finite before anything is written.
+        foreach: Batch all tensors of one shape, not only the small ones.
+    """
+    groups = process_groups(each.param for each in inputs)
+    grads = [each.grad for each in inputs]
+    if any(is_sharded(each.param) for each in inputs):
+        grads = local_gradients(inputs)
+    for each in inputs:
+        if each.param.numel() == 0:
+            each.state["step"].add_(1.0)
+    batches = sort_into_batches(inputs, grads, foreach=foreach, shared=not groups)
+    if groups:
+        return run_on_all(list(batches), inputs, groups, check=check)
+    return run_alone(batches, inputs, check=check)
+
+
+# ------------------------------------------------------------------------------------- batches
+
+
+def sort_into_batches(
+    inputs: Sequence[StepInput], grads: Sequence[Tensor], *, foreach: bool, shared: bool
+) -> Iterator[Batch]:
+    """Sort parameters into batches of one shape; `shared`: they share buffers."""
+    scratch = Scratch()
+    alike: dict[object, list[int]] = {}
+    for index, each in enumerate(inputs):
+        if each.param.numel() == 0:
+            continue
+        count = host_scalar(each.state["step"])
+        key: tuple[object, ...] = (
+            each.param.shape, each.group, each.param.dtype, grads[index].dtype, each.param.device,
+            "device" if isinstance(count, Tensor) else count,
+        )  # fmt: skip
+        if is_sharded(each.param) or not (foreach or is_batched(each)):
+            key = (index,)
+        alike.setdefault(key, []).append(index)
+    for indices in alike.values():
+        block = block_size(inputs[indices[0]].param.device, foreach=foreach)
+        for chunk in chunks(indices, block // inputs[indices[0]].param.numel()):
+            members = [inputs[i] for i in chunk]
+            buffers = scratch if shared else Scratch()
+            yield Batch(members, [grads[i] for i in chunk], step_number(members), block, buffers)
+
+
+def is_batched(each: StepInput) -> bool:
+    """Whether a tensor is stepped together with others of its shape."""
+    param = each.param
+    if param.device.type != "cpu" or each.rule.is_filtered:
+        return True
+    return param.dim() < 2 or param.numel() <= SMALL
+
+
+def block_size(device: torch.device, *, foreach: bool) -> int:
+    """Elements to work on at a time."""
+    return CPU_BLOCK if device.type == "cpu" and not foreach else DEVICE_BLOCK
+
+
+def chunks(indices: Sequence[int], most: int) -> Iterator[Sequence[int]]:
+    """Cut a list into parts of at most `most` entries, but at least one."""
+    size = max(1, most)
+    for start in range(0, len(indices), size):
+        yield indices[start : start + size]
+
+
+def step_number(members: Sequence[StepInput]) -> Scalar:
+    """The number of this step: one for all, or (k, 1, 1) where the device counts."""
+    count = host_scalar(members[0].state["step"])
+    if not isinstance(count, Tensor):
+        return count + 1
+    return torch.stack([each.state["step"] for each in members]).view(-1, 1, 1) + 1
+
+
+# -------------------------------------------------------------------------------------- rounds
+
+
+def run_alone(batches: Iterator[Batch], inputs: Sequence[StepInput], *, check: bool) -> StepResult:
+    """One process: after the first round of all, each batch finishes by itself."""
+    sizes: dict[int, Scalar] = {}
+    if not check:  # each batch is finished while its gradient is still in the cache
+        for batch in batches:
+            rounds = batch.rounds()
+            _finish_alone(batch, rounds, next(rounds), sizes)
+        return StepResult(in_order(sizes, inputs))
+    started = [(batch, rounds := batch.rounds(), next(rounds)) for batch in batches]
+    if bad := nonfinite([(batch, first[0].value) for batch, _, first in started]):
+        return StepResult(nonfinite=[each.name for each in inputs if id(each) in bad])
+    for batch, rounds, first in started:
+        _finish_alone(batch, rounds, first, sizes)
+    return StepResult(in_order(sizes, inputs))
+
+
+def _finish_alone(
+    batch: Batch, rounds: Rounds, reductions: list[Reduction], sizes: dict[int, Scalar]
+) -> None:
+    for _ in range(ROUNDS - 1):
+        reductions = rounds.send(reduce_all(reductions, ()))
+    found = finish(rounds, reduce_all(reductions, ()))
+    sizes.update(zip(map(id, batch.inputs), found, strict=True))
+
+
+def run_on_all(
+    batches: list[Batch],
+    inputs: Sequence[StepInput],
+    groups: Sequence[ProcessGroup],
+    *,
+    check: bool,
+) -> StepResult:
+    """Several processes: all batches take each round together, with one message per group."""
+    rounds = [batch.rounds() for batch in batches]
+    reductions = [next(each) for each in rounds]
+    device = inputs[0].param.device
+    bad = [~own[0].value.isfinite().reshape(-1).to(device) for own in reductions]
+    flags = Reduction(torch.cat(bad).to(torch.float32), groups)  # no rank goes on alone
+    *got, flagged = reduce_all([*(r for own in reductions for r in own), flags], groups)
+    answers = split_like(got, reductions)
+    if check:
+        overflown = torch.cat([~own[0].isfinite().reshape(-1).to(device) for own in answers])
+        # The one wait for the device: nothing may be written before this is known.
+        failed = ((flagged > 0) | overflown).tolist()
+        members = [each for batch in batches for each in batch.inputs]
+        names = {id(each) for each, is_bad in zip(members, failed, strict=True) if is_bad}
+        if names:
+            return StepResult(nonfinite=[each.name for each in inputs if id(each) in names])
+    for _ in range(ROUNDS - 1):
+        reductions = [each.send(own) for each, own in zip(rounds, answers, strict=True)]
+        answers = split_like(reduce_all([r for own in reductions for r in own], groups), reductions)
+    orthogonalize_([b.travelling for b in batches if b.travelling is not None], orthogonal)
+    sizes: dict[int, Scalar] = {}
+    for batch, each, own in zip(batches, rounds, answers, strict=True):
+        sizes.update(zip(map(id, batch.inputs), finish(each, own), strict=True))
+    return StepResult(in_order(sizes, inputs))
+
+
+def nonfinite(sums: Sequence[tuple[Batch, Tensor]]) -> set[int]:
+    """The ids of the inputs whose gradient has a sum of squares that is not finite.
+
+    A finite gradient can have one, too: its statistics would be lost for good.
+    """
+    if not sums:
+        return set()
+    device = sums[0][1].device
+    finite = torch.cat([total.reshape(-1).to(device) for _, total in sums]).isfinite()
+    members = [each for batch, _ in sums for each in batch.inputs]
+    # The one wait for the device: nothing may be written before this is known.
+    return {id(each) for each, good in zip(members, finite.tolist(), strict=True) if not good}
+
+
+def split_like(values: list[Tensor], reductions: list[list[Reduction]]) -> list[list[Tensor]]:
+    """The reduced values as each batch asked for them."""
+    rest = iter(values)
+    return [[next(rest) for _ in own] for own in reductions]
+
+
+def finish(rounds: Rounds, answer: list[Tensor]) -> list[Scalar]:
+    """Let a batch finish its step, and return its step sizes."""
+    try:
+        rounds.send(answer)
+    except StopIteration as end:
+        sizes: list[Scalar] = end.value
+        return sizes
+    raise AssertionError("a step has three rounds")
+
+
+def in_order(sizes: dict[int, Scalar], inputs: Sequence[StepInput]) -> list[Scalar]:
+    """The step sizes in the order of the inputs; 0 for an empty parameter."""
+    return [sizes.get(id(each), 0.0) for each in inputs]

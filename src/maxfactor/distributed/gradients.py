@@ -1,0 +1,64 @@
+"""Gradients of sharded parameters, placed as the parameters are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from maxfactor.distributed.placement import is_sharded, local, moved
+from maxfactor.distributed.reductions import Reduction, process_groups, reduce_all
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed import ProcessGroup
+    from torch.distributed.tensor.placement_types import Placement
+
+    from maxfactor.backends.step_io import StepInput
+
+
+def local_gradients(inputs: Sequence[StepInput]) -> list[Tensor]:
+    """What this rank has of each gradient, placed as its parameter.
+
+    Sums that nobody has taken yet, of sequence-parallel layers, are taken together.
+    """
+    reductions = []
+    for each in inputs:
+        groups = groups_to_sum(each)
+        grad = each.grad if groups else moved(each.grad, each.param)
+        reductions.append(Reduction(local(grad).float() if groups else local(grad), groups))
+    return reduce_all(reductions, list(dict.fromkeys(g for r in reductions for g in r.groups)))
+
+
+def groups_to_sum(each: StepInput) -> list[ProcessGroup]:
+    """The groups over which a gradient is still to be summed, if nothing else is to be done."""
+    grad, param = each.grad, each.param
+    if not is_sharded(grad) or not is_sharded(param) or grad.device_mesh != param.device_mesh:
+        return []
+    pairs = list(zip(grad.placements, param.placements, strict=True))
+    if not all(have == want or is_pending_sum(have, want) for have, want in pairs):
+        return []
+    return [grad.device_mesh.get_group(i) for i, (have, want) in enumerate(pairs) if have != want]
+
+
+def is_pending_sum(have: Placement, want: Placement) -> bool:
+    """Whether parts of a sum over a mesh dimension are to become copies of it."""
+    return want.is_replicate() and getattr(have, "reduce_op", None) == "sum"
+
+
+def all_zero(inputs: Sequence[StepInput]) -> bool:
+    """Whether every gradient is zero, on all ranks."""
+    largest = torch.stack([_largest(local(each.grad)) for each in inputs])
+    groups = process_groups(each.param for each in inputs)
+    groups += {g: None for each in inputs for g in groups_to_sum(each) if g not in groups}
+    (found,) = reduce_all([Reduction(largest, groups, is_sum=False)], groups)
+    # Asked for only before the first step, and with a learning rate of 0.
+    return not any(found.tolist())
+
+
+def _largest(grad: Tensor) -> Tensor:
+    if grad.numel() == 0:
+        return grad.new_zeros((), dtype=torch.float32)
+    return grad.abs().amax().to(torch.float32)

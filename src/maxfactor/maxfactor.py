@@ -1,0 +1,191 @@
+"""MaxFactor: its arguments. `optimizer.py` has the step, `rule/` the arithmetic."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from maxfactor.distributed.placement import local
+from maxfactor.optimizer import FactoredOptimizer, Params
+from maxfactor.rule.fam import Spectrum, spectrum
+from maxfactor.rule.reference import host_scalar
+from maxfactor.settings import (
+    FAM,
+    Direction,
+    MaxFactorSettings,
+    MomentumDtype,
+    Nonfinite,
+    Rounding,
+    Scale,
+    Switches,
+    as_setting,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+
+class MaxFactor(FactoredOptimizer):
+    r"""The published rule, version 1.0. To train a model, use `maxfactor.for_model` instead.
+
+    Adafactor's factored second moments, with sign updates scaled by each row's maximum. For a
+    matrix view W (m x n) with gradient G, at step t:
+
+    .. code-block:: text
+
+        (1)  k = t^beta2_decay                     (2)  rho = min(lr, 1/sqrt(t))
+        (3)  alpha = rho * max(eps2, RMS(W))       (4)  W <- (1 - lr * weight_decay) * W
+        (5)  R <- lerp(R, row means of G^2, k)          C <- lerp(C, column means of G^2, k)
+        (6)  V = R C / max(max R, eps1), V >= eps1^2
+        (7)  U = G / sqrt(V),                           U <- U / max(max|U|, eps1)
+        (8)  s = max(1, RMS(U) / d)
+        (9)  W <- W - alpha / s * sign(U) * (row maximum of |U|)
+
+    A vector is one row, with the variance (5') v <- gamma * v + (1 - gamma) * G^2 in place of (5).
+    State: m + n floats and one step for a matrix, n floats and one step for a vector.
+
+    With `momentum`, V = R C / mean R (v for a vector), V >= eps1^2, and
+
+    .. code-block:: text
+
+        (10) x = G / sqrt(V) / s_z                 s_z = max(1, sqrt(mean G^2 / mean R))
+        (11) beta: a number, or FAM's for each band
+        (12) M <- stored(beta * M + (1 - beta) * x)     c <- beta * c + 1 - beta
+        (13) y = (1 - mu) * M / c + mu * x         mu = FAM's mix, 1 - beta with nesterov, or 0
+
+    and y takes the place of G / sqrt(V) in (7). Other directions in place of (7) to (9):
+
+    .. code-block:: text
+
+        factored:    u = y, or G / sqrt(V) without momentum,
+                     W <- W - alpha * u / max(1, RMS(u) / d)
+        orthogonal:  V = mean R in (10), O = orthogonalised y / sqrt(R C) with RMS 1,
+                     W <- W - alpha * O; vectors stay with (9)
+
+    Args:
+        params: Parameters, named parameters or groups, as for any torch optimizer.
+        lr: The largest relative step. A float or a 0-dim tensor; schedulers may overwrite it.
+        beta2_decay: Exponent of (1), not positive.
+        eps: (eps1, eps2): the floor of variances and divisors, and the smallest RMS(W) in (3).
+            eps1 = None means float32's machine epsilon.
+        d: Bound on RMS(U) in (8), without effect from 1 on, and on RMS(y) with direction
+            "factored"; `math.inf` sets none, which with momentum saves the fused step a pass.
+        weight_decay: Decay of (4), decoupled from the gradient.
+        gamma: Memory of the variance of vectors and scalars.
+        maximize: Go up instead of down.
+        momentum: None; a number in [0, 1), the memory beta of (12); or `FAM(...)`, which sets it
+            for each tensor by how predictable the gradient is.
+        nesterov: True looks ahead by mu = 1 - beta in (13), with a number as momentum.
+        momentum_dtype: How a matrix's M is stored: "int8", one byte and a scale for 64 values;
+            "bf16"; "fp32". None: int8. Vectors and scalars keep float32.
+        direction: "sign_max" for (9), or "factored" or "orthogonal" as above. Orthogonal is for
+            hidden matrices; give embeddings, heads and convolution stems a group of their own.
+        scale: What (3) scales by: "current" for RMS(W), "initial" for the RMS that each parameter
+            had before its first step, with which a weight cannot feed its own growth; one that
+            was zero then is scaled by its present RMS.
+        rounding: How 16-bit parameters are written: "stochastic" keeps small updates and decay on
+            average, "nearest" loses them. None: stochastic for bfloat16, nearest for float16.
+        seed: Seed of the stochastic rounding. None takes torch's seed, but 0 in a process group,
+            where all ranks must round alike and torch's seeds may differ.
+        foreach: True runs torch operations over batches of all tensors of one shape. None or
+            False batches only small tensors on the CPU. Sharded parameters (DTensors) refuse it.
+        fused: True runs the Triton kernels, False torch operations. None takes the kernels on CUDA
+            if Triton is there and can run the step.
+        capturable: True counts steps on the device, for CUDA graphs. A replay skips and counts
+            as a step does, but cannot raise: call `check_skipped` now and then.
+        nonfinite: What a NaN or infinity in any gradient does to the step. "skip": nothing is
+            changed, `optimizer.skipped` counts it, and 20 in a row are an error. "raise": nothing
+            is changed, and an error names the parameters. "ignore": no check.
+        switches: What the published versions do differently, see `Switches`; a dict will do.
+
+    Example:
+        >>> import torch, maxfactor
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = maxfactor.MaxFactor(model.parameters(), lr=0.01)
+        >>> model(torch.randn(8, 4)).square().mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+        >>> old = maxfactor.MaxFactor(model.parameters(), **maxfactor.recipe("published-0.2"))
+        >>> best = maxfactor.MaxFactor(
+        ...     model.parameters(), momentum=0.95, nesterov=True, direction="orthogonal"
+        ... )
+    """
+
+    settings_class = MaxFactorSettings
+    made_by = "maxfactor.MaxFactor"
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.01,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (1e-10, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.01,
+        gamma: float = 0.99,
+        *,
+        maximize: bool = False,
+        momentum: float | FAM | Mapping[str, Any] | None = None,
+        nesterov: bool = False,
+        momentum_dtype: MomentumDtype | None = None,
+        direction: Direction = "sign_max",
+        scale: Scale = "current",
+        rounding: Rounding | None = None,
+        seed: int | None = None,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        nonfinite: Nonfinite = "skip",
+        switches: Switches | Mapping[str, Any] | None = None,
+    ) -> None:
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "beta2_decay": beta2_decay,
+            "eps": eps,
+            "d": d,
+            "weight_decay": weight_decay,
+            "gamma": gamma,
+            "maximize": maximize,
+            "momentum": as_setting(momentum),
+            "nesterov": nesterov,
+            "momentum_dtype": momentum_dtype,
+            "direction": direction,
+            "scale": scale,
+            "rounding": rounding,
+            "seed": seed,
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+            "nonfinite": nonfinite,
+            "switches": as_setting(switches),
+        }
+        super().__init__(params, defaults)
+
+    def spectrum(self) -> dict[str, Spectrum]:
+        """What FAM knows of each matrix that has stepped with it, by the parameter's name.
+
+        Small tensors with one value for each band: the coherence `rho`, the memory `beta` of the
+        next step, the `power` of the input. Nothing waits for the device until one is read.
+
+        Example:
+            >>> import torch, maxfactor
+            >>> model = torch.nn.Linear(4, 2)
+            >>> optimizer = maxfactor.MaxFactor(model.named_parameters(), momentum=maxfactor.FAM())
+            >>> model(torch.randn(8, 4)).square().mean().backward()
+            >>> optimizer.step()
+            >>> optimizer.spectrum()["weight"].beta
+            tensor([0.9000])
+        """
+        found = {}
+        for index in range(len(self.param_groups)):
+            fam = self._settings(index).rules.matrix.fam
+            if fam is None:
+                continue
+            for name, param in self.named_group(index):
+                state = self.state.get(param, {})
+                if "band_sums" in state:
+                    found[name] = spectrum(
+                        local(state["band_sums"]), host_scalar(state["step"]), fam
+                    )
+        return found
