@@ -152,8 +152,9 @@ class LaunchPlan:
 
     def matrices_of(self, owner: int) -> range:
         """The rows of a tensor's matrices."""
-        ends = [*self.first_matrix[1:], len(self.matrices)]
-        return range(self.first_matrix[owner], ends[owner])
+        is_last = owner + 1 == len(self.first_matrix)
+        end = len(self.matrices) if is_last else self.first_matrix[owner + 1]
+        return range(self.first_matrix[owner], end)
 
     def _add(self, param: LocalParameter, key: LaunchKey, common: dict[Column, int]) -> None:
         """Add a parameter; all of its matrices have the `common` columns."""
