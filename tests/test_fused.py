@@ -227,7 +227,7 @@ def test_skipped_replays_are_an_error_when_asked() -> None:
     optimizer.check_skipped()
     assert optimizer._fused is not None
     layout = pytest.importorskip("maxfactor.backends.triton.kernels.layout")
-    optimizer._fused.status[layout.IN_A_ROW.value] = 20  # as after 19 replays
+    optimizer._fused.status.counters[layout.Counter.IN_A_ROW] = 20  # as after 19 replays
     with pytest.raises(FloatingPointError, match=r"20 steps in a row .* of 'third' is not finite"):
         optimizer.check_skipped()
     optimizer.check_skipped()
@@ -356,9 +356,9 @@ def test_launches(
     launches: int,
 ) -> None:
     """As many as the README says, however many tensors there are."""
-    module = pytest.importorskip("maxfactor.backends.triton.step")
+    module = pytest.importorskip("maxfactor.backends.triton.launches")
     seen: list[Any] = []
-    for name in ("statistics", "finalize", "maxima", "filtered", "rescale", "apply"):
+    for name in ("statistics", "finalize", "maxima", "with_momentum", "rescale", "apply"):
         monkeypatch.setattr(module, name, Counted(getattr(module, name), seen))
     params = [
         torch.nn.Parameter(torch.randn(shape).to(DEVICE, dtype))

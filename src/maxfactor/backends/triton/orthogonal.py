@@ -1,66 +1,80 @@
-"""The orthogonal direction between the launches of the fused kernels."""
+"""The orthogonal direction between the launches of the kernels.
+
+Newton-Schulz iterations as in Jordan et al., "Muon: An optimizer for hidden layers in neural
+networks" (2024), https://kellerjordan.github.io/posts/muon/. The iteration is that of
+`maxfactor.rule.newton_schulz`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from maxfactor.backends.triton.kernels import layout as K  # noqa: N812
-from maxfactor.backends.triton.tables import KINDS, Part, flags_of, matrices_of
+from maxfactor.backends.triton.kernels.layout import Flag
 from maxfactor.rule.newton_schulz import orthogonalize_
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-WHITENED_AT_ONCE = 1 << 26  # elements
-GRAIN = 8  # elements: 16 bytes at least, on which the kernels take aligned matrices to begin
+    from maxfactor.backends.triton.local_parameters import LocalParameter
+
+BATCH_NUMEL = 1 << 26  # elements that are orthogonalised at a time
+GRAIN = 8  # elements: 16 bytes at least, on which the kernels expect aligned matrices to begin
 
 
-class Whitening:
-    """The buffer that orthogonal directions go through, and their iteration.
+class EqualMatrices(NamedTuple):
+    """Matrices of one shape, side by side in the buffer."""
 
-    `filtered` writes into it what is to be orthogonalised, matrices of equal shape side by side;
-    `apply` reads the directions. It is there only for the time of a step.
+    m: int
+    n: int
+    owners: list[int]  # the tensors they belong to
+    start: int  # position of the first element in the buffer
+
+
+class OrthogonalBuffer:
+    """The buffer of the orthogonal directions of a step, and their iteration.
+
+    `with_momentum` writes the matrices that are to be orthogonalised; `apply` reads the directions.
+    The memory is borrowed for the time of a step.
     """
 
-    def __init__(self, works: Sequence[Part]) -> None:
-        self.device = works[0].param.device
+    def __init__(self, params: Sequence[LocalParameter]) -> None:
+        self.device = params[0].param.device
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        self.kind = KINDS[self.dtype]
-        shapes: dict[tuple[int, int], list[int]] = {}
-        for index, work in enumerate(works):
-            if work.param.numel() and flags_of(work) & K.WHITENS.value:
-                m, n, _ = matrices_of(work)[0]
-                shapes.setdefault((m, n), []).append(index)
-        self.groups: list[tuple[tuple[int, int], list[int], int]] = []  # and where each begins
-        self.numel = 0
-        for (m, n), members in shapes.items():
-            self.groups.append(((m, n), members, self.numel))
-            self.numel += -(-m * n * len(members) // GRAIN) * GRAIN
-        self.buffer: Tensor | None = None
+        owners_of: dict[tuple[int, int], list[int]] = {}
+        for owner, param in enumerate(params):
+            if param.param.numel() and param.flags & Flag.ORTHOGONAL:
+                m, n, _ = param.matrices[0]
+                owners_of.setdefault((m, n), []).append(owner)
+        self._shapes: list[EqualMatrices] = []
+        self._numel = 0
+        for (m, n), owners in owners_of.items():
+            self._shapes.append(EqualMatrices(m, n, owners, self._numel))
+            self._numel += -(-m * n * len(owners) // GRAIN) * GRAIN
+        self._buffer: Tensor | None = None
 
-    def addresses(self, count: int) -> list[int]:
-        """Make the buffer; where each tensor's matrix is in it, 0 for those that have none."""
-        places = [0] * count
-        if not self.groups:
-            return places
-        self.buffer = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-        for (m, n), members, start in self.groups:
-            for number, index in enumerate(members):
-                at = (start + number * m * n) * self.buffer.element_size()
-                places[index] = self.buffer.data_ptr() + at
-        return places
+    def allocate(self, tensors: int) -> list[int]:
+        """Allocate the buffer; return the address of each tensor's matrix, 0 without one."""
+        addresses = [0] * tensors
+        if not self._shapes:
+            return addresses
+        self._buffer = torch.empty(self._numel, dtype=self.dtype, device=self.device)
+        for m, n, owners, start in self._shapes:
+            for number, owner in enumerate(owners):
+                at = (start + number * m * n) * self._buffer.element_size()
+                addresses[owner] = self._buffer.data_ptr() + at
+        return addresses
 
-    def run(self) -> None:
-        """Orthogonalise everything in the buffer, in batches of a bounded size."""
-        for (m, n), members, start in self.groups:
-            assert self.buffer is not None
-            matrices = self.buffer[start : start + m * n * len(members)].view(-1, m, n)
-            for batch in matrices.split(max(1, WHITENED_AT_ONCE // (m * n))):
+    def orthogonalize(self) -> None:
+        """Orthogonalise all matrices in the buffer, in batches of bounded size."""
+        for m, n, owners, start in self._shapes:
+            assert self._buffer is not None
+            matrices = self._buffer[start : start + m * n * len(owners)].view(-1, m, n)
+            for batch in matrices.split(max(1, BATCH_NUMEL // (m * n))):
                 orthogonalize_(batch)
 
     def release(self) -> None:
-        """Give the memory back to torch."""
-        self.buffer = None
+        """Return the memory to torch."""
+        self._buffer = None

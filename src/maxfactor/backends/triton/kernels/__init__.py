@@ -1,21 +1,29 @@
-"""Triton kernels of the fused backend. `fused.py` builds their tables and launches them.
+"""Triton kernels of the fused backend, each found by what it does.
 
-A step is four launches over all tensors of a kind (one kind: one pair of dtypes):
+A step is four launches over all tensors of a launch group:
 
-1. `statistics` reads G: sums of squares of each row (over a strip of columns) and of each column
-   (over the rows of a tile), whether anything is not finite, the largest |G| / sqrt(C) of each row
-   and strip, with the C of the step before, and the signs of G, packed into bits.
-2. `finalize` adds the partial sums, equations (1) to (5), and notes by how much C has changed.
-3. `maxima` finds the row maxima of |U|, (6) and (7). Most of G need not be read again for that: a
-   strip whose largest value, by the C of before and the most that C has changed, cannot reach what
-   another strip of the row has, does not hold the maximum.
-4. `apply` reads W and the signs and writes W, (4) (8) (9), and sums the squares of the new W for
-   the next step's (3). A tile of G with a zero in it, whose sign no bit can tell, is read again.
+1. `statistics.statistics` reads G: sums of squares of each row (over a strip of columns) and each
+   column (over the rows of a tile), whether G is finite, the largest |G| / sqrt(C) of each row and
+   strip, with the C of the previous step, and the signs of G, packed into bits.
+2. `statistics.finalize` adds the partial sums, equations (1) to (5), and records how much C has
+   changed.
+3. `maxima.maxima` finds the row maxima of |U|, (6) and (7). It reads little of G again: a strip is
+   skipped if its largest value, by the old C and the largest change of C, cannot exceed the value
+   of another strip of the row.
+4. `weights.apply` reads W and the signs and writes W, (4), (8) and (9), and sums the squares of the
+   new W for the next step's (3). A tile of G with a zero, whose sign no bit can tell, is read
+   again.
 
-Where there is momentum, or an orthogonal direction, `filtered` takes the place of `maxima`: it
-reads G and M, writes M, (10) to (13), and packs the signs of y instead of G's. `apply` makes y anew
-from G and the stored M where signs do not do, and takes an orthogonal direction from a buffer.
+With momentum, or an orthogonal direction, `momentum.with_momentum` replaces `maxima`: it reads G
+and M, writes M, (10) to (13), and packs the signs of y instead of those of G. If signs are not
+enough, `apply` computes y again from G and the stored M; it reads an orthogonal direction from a
+buffer. `maxima.rescale` takes what (8) and FAM need of whole tensors.
 
-Sums are taken in two stages in a fixed order, maxima by integer atomics on the bits of floats that
-are not negative: results repeat bit for bit.
+Determinism: sums are taken in two stages in a fixed order. Maxima are integer atomics on the bits
+of floats that are not negative. Results repeat bit for bit.
+
+Rounding: all arithmetic is float32, and a product and a sum may be fused into one rounding. A
+result is rounded once when it is written, see `rounding`.
+
+No autotuning: see `layout.Size`.
 """

@@ -1,7 +1,12 @@
-"""Where everything is: sizes of tiles, columns of the tables, bits of flags."""
+"""Sizes of tiles, and the columns, slots and bits that host and kernels agree on.
+
+Each enumeration is written once. The host uses its members (`Column.ROW_VAR`); the kernels read the
+same numbers as compile-time constants from its `DeviceEnum` (`COLUMN.ROW_VAR`).
+"""
 
 from __future__ import annotations
 
+from enum import IntEnum, IntFlag, auto
 from typing import NamedTuple
 
 import triton.language as tl
@@ -9,104 +14,277 @@ import triton.language as tl
 from maxfactor.backends.dispatch import is_interpreted
 from maxfactor.rule import int8
 
-# A strip is COLUMNS wide. A tile is TILE_ROWS rows of a strip, loaded in PIECES of PIECE_ROWS rows
-# each; the signs of a tile are as many words as a piece has elements, with one bit for each piece.
-# A block of `maxima` is a few rows in all strips. A program of `finalize` has CHUNK rows, or one
-# strip. In the interpreter all are small, so that small tensors have several of each.
+# ------------------------------------------------------------------------------ tile sizes
+
 INTERPRETED = is_interpreted()
-COLUMNS, PIECE_ROWS, PIECES = (64, 4, 4) if INTERPRETED else (256, 4, 32)
-CHUNK = COLUMNS
-BLOCK = tl.constexpr(int8.BLOCK)  # values of a stored momentum that share a scale
-TILE_ROWS = PIECE_ROWS * PIECES
-BUNDLE, STRIPS_AT_ONCE = 8, 8  # `maxima` reads bundles of so many columns, of so many strips
 
 
-class Shape(NamedTuple):
-    """What a kernel works on at a time, and with what. The fastest on an H200."""
+class Size(IntEnum):
+    """Sizes of what a program works on; equal numbers share a member.
 
-    rows: int
-    warps: int
-    stages: int = 3  # pieces under way from memory
-    registers: int | None = None  # of a thread, at most
+    A strip is COLUMNS wide. A tile is TILE_ROWS rows of a strip, loaded in PIECES pieces of
+    PIECE_ROWS rows each. The signs of a tile are packed into as many words as a piece has elements,
+    with one bit per piece. A block of `maxima` is a few rows of all strips. A program of `finalize`
+    has CHUNK rows, or CHUNK columns.
 
-    @property
-    def options(self) -> dict[str, int]:
-        """What a kernel is compiled for."""
-        options = {"ROWS_": self.rows, "STAGES_": self.stages, "num_warps": self.warps}
-        return options if self.registers is None else {**options, "maxnreg": self.registers}
+    The sizes are the fastest on an H200. There is no autotuning: partial sums are laid out by tile
+    size, so another size would change the order of a sum and with it the last bit of a result.
+    The interpreter has small sizes, so that small tensors have several of each.
+    """
 
-
-STATISTICS = Shape(PIECE_ROWS, 1, stages=4)  # one warp: sums over a row need not leave it
-APPLY_SIGNS = Shape(PIECE_ROWS, 1, stages=4)  # and sums over a column need not leave a thread
-APPLY_GENERAL = Shape(PIECE_ROWS, 1)
-FILTERED_SHAPE = Shape(PIECE_ROWS, 1, stages=2)
-MAXIMA, MAXIMA_GENERAL = (Shape(4, 1), Shape(4, 1)) if INTERPRETED else (Shape(16, 1), Shape(8, 1))
-FINALIZE_WARPS, PARTS_AT_ONCE = 2, 8  # partial sums that `finalize` adds at a time
-MAXIMA_WIDTH = 32  # columns that `maxima` reads at a time, where it cannot do with bundles
-
-
-def constants(count: int) -> list[tl.constexpr]:
-    """0, 1, 2, … as Triton wants its global constants."""
-    return [tl.constexpr(i) for i in range(count)]
+    COLUMNS = 64 if INTERPRETED else 256
+    PIECE_ROWS = 4
+    PIECES = 4 if INTERPRETED else 32
+    TILE_ROWS = PIECE_ROWS * PIECES
+    CHUNK = COLUMNS
+    PARTS_AT_ONCE = 8  # partial sums that `finalize` adds at a time
+    BUNDLE = 8  # adjacent columns that `maxima` reads at a time
+    STRIPS_AT_ONCE = 8  # strips whose peaks `maxima` compares at a time
+    MAXIMA_ROWS = 4 if INTERPRETED else 16
+    MAXIMA_ROWS_GENERAL = 4 if INTERPRETED else 8
+    MAXIMA_WIDTH = 32  # columns that `maxima` reads at a time where it cannot use bundles
+    MOMENTUM_BLOCK = int8.BLOCK  # values of a stored momentum that share a scale
 
 
-# Columns of the int64 table, one row for each matrix: a tensor, one matrix of a batch, or a piece
-# of a vector. `pointers` is a table of its own, (W, G, O) of each tensor, since they move; O is the
-# orthogonal direction.
-POINTERS = tl.constexpr(3)
-(
-    ROW_VAR, COL_VAR, STEP, LR, MOMENTUM, MOMENTUM_SCALE, BAND_SUMS, INITIAL_RMS,  # addresses
-    ROWS, COLS, NUMEL,  # of the matrix, and elements of the whole tensor
-    START,  # position of the first element in the tensor
-    ALL_ROWS, ALL_COLS,  # of the matrix of which this is a shard, or which this is
-    ORIGIN, STRIDE,  # position of the first element in the whole tensor, and from row to row
-    FLAGS, GROUP,
-    OWNER, OWNER_TILE, OWNER_TILES, OWNER_BLOCK, OWNER_BLOCKS,  # the tensor, its tiles and blocks
-    FIRST_TILE, FIRST_BLOCK, DOWN, STRIPS,  # DOWN: tiles one below the other
-    ROW_SPACE, ROW_PART, COL_PART, ROW_CHUNK, ROW_CHUNKS, COL_CHUNK,  # places in the work space
-    TABLE,
-) = constants(34)  # fmt: skip
+# One warp per tile: sums over a row stay within the warp, sums over a column within a thread.
+TILE_WARPS, FINALIZE_WARPS = 1, 2
+# Pieces that are prefetched from memory.
+STATISTICS_STAGES = tl.constexpr(4)
+MAXIMA_STAGES = tl.constexpr(3)
+MOMENTUM_STAGES = tl.constexpr(2)
+APPLY_STAGES_SIGNED, APPLY_STAGES_GENERAL = 4, 3
 
-# Columns of the float32 table of settings, one row for each group.
-(
-    BETA2_DECAY, EPS1, EPS2, FLOOR, VARIANCE_FLOOR, D, WEIGHT_DECAY, GAMMA, ONE_MINUS_GAMMA,
-    MIN_LR, COUNT_EPS, OFFSET, KAPPA_LOW, KAPPA_HIGH, CLIP, BOOST,
-    FIXED_BETA, LOG_BETA, BETA_MIN, BETA_MAX, WARMUP, THETA, MIX,
-    SETTINGS,
-) = constants(24)  # fmt: skip
+# Device constants of their own, because shapes must be: `tl.zeros([PIECE_ROWS, COLUMNS])`.
+COLUMNS = tl.constexpr(int(Size.COLUMNS))
+PIECE_ROWS = tl.constexpr(int(Size.PIECE_ROWS))
+TILE_ROWS = tl.constexpr(int(Size.TILE_ROWS))
+CHUNK = tl.constexpr(int(Size.CHUNK))
+PARTS_AT_ONCE = tl.constexpr(int(Size.PARTS_AT_ONCE))
+BUNDLE = tl.constexpr(int(Size.BUNDLE))
+STRIPS_AT_ONCE = tl.constexpr(int(Size.STRIPS_AT_ONCE))
+MOMENTUM_BLOCK = tl.constexpr(int(Size.MOMENTUM_BLOCK))
 
-# Columns of the float32 scalars of a tensor.
-# The last four are the filter's: beta, (1 - mu)/c of (13), what x is G times, and mean R.
-ALPHA, KEEP, TIME, SCALE, BETA, GAIN, FACTOR, MEAN, SCALARS = constants(9)
-
-# Sums of a tile that `filtered` leaves behind: of x M, of x^2, of y^2.
-XM, XX, YY, SUMS = constants(4)
-
-# Slots of the int32 status: a non-finite gradient seen, this step is skipped, counters.
-SEEN, SKIP, SKIPPED, IN_A_ROW, STATUS = constants(5)
-
-# Kinds of a task of `finalize`.
-OF_ROWS, OF_COLS, OF_TENSOR, OF_EMPTY = constants(4)
-
-# Bits of FLAGS.
-(
-    DENSE,  # a full variance in COL_VAR instead of factors
-    VECTOR,  # the whole tensor is one row
-    SIGN,  # direction sign(U) * row maximum, else U itself
-    MAXIMIZE,
-    MAX_NORM,  # R / max R in (6), R / mean R for Adafactor
-    BOOSTED,  # version 0.3's rule for a single value
-    ADAFACTOR,
-    RAMP,  # version 0.2's step size
-    DECAY_BY_LR,  # else by alpha, or
-    DECAY_BY_RHO,  # by the relative step
-    ABSOLUTE,  # Adafactor's step size is lr itself
-    STOCHASTIC,  # rounding
-    FACTORED,  # direction "factored": U divided by its RMS where that is more than d
-    FILTERED,  # momentum, or orthogonal
-    WHITENS,  # orthogonal
-    ADAPTIVE,  # FAM, with sums of its own
-    INITIAL,  # the step size is scaled by the RMS(W) of the beginning
-) = (tl.constexpr(1 << bit) for bit in range(17))
-INFINITY_BITS = tl.constexpr(0x7F800000)
+INFINITY_BITS = tl.constexpr(0x7F800000)  # of a float32
 TINY = tl.constexpr(1.1754943508222875e-38)  # smallest normal float32
+
+
+# ---------------------------------------------------------------------------- enumerations
+
+
+class DeviceEnum(tl.constexpr):
+    """The members of an enumeration as compile-time constants of a kernel, and their COUNT.
+
+    The value is a named tuple of all numbers, so Triton compiles anew when one of them changes.
+    """
+
+    def __init__(self, members: type[IntEnum]) -> None:
+        numbers = {name: int(member) for name, member in members.__members__.items()}
+        numbers["COUNT"] = len(numbers)
+        fields = [(name, int) for name in numbers]
+        super().__init__(NamedTuple(members.__name__, fields)(**numbers))
+        vars(self).update(numbers)  # the interpreter looks for them here
+
+
+class FromZero(IntEnum):
+    """An enumeration that counts from 0, as columns do."""
+
+    @staticmethod
+    def _generate_next_value_(name, start, count, last_values):  # noqa: ARG004
+        return count
+
+
+class Address(FromZero):
+    """Columns of `Tables.pointers`: addresses of a tensor, which move from step to step."""
+
+    WEIGHT = auto()
+    GRAD = auto()
+    ORTHOGONAL = auto()  # in the buffer of orthogonal directions
+
+
+class Column(FromZero):
+    """Columns of `Tables.matrices`.
+
+    A row is a matrix: a whole tensor, one matrix of a batch, or a piece of a vector.
+    """
+
+    # Addresses.
+    ROW_VAR = auto()
+    COL_VAR = auto()  # the full variance where there are no factors
+    STEP = auto()
+    LR = auto()
+    MOMENTUM = auto()
+    MOMENTUM_SCALE = auto()
+    BAND_SUMS = auto()
+    INITIAL_RMS = auto()
+    # The matrix.
+    ROWS = auto()
+    COLS = auto()
+    NUMEL = auto()  # of the whole tensor
+    START = auto()  # position of the first element in the local tensor
+    ALL_ROWS = auto()  # of the whole matrix, of which this may be a shard
+    ALL_COLS = auto()
+    ORIGIN = auto()  # position of the first element in the whole tensor
+    STRIDE = auto()  # from row to row in the whole tensor
+    FLAGS = auto()  # bits of `Flag`
+    GROUP = auto()
+    # Its tensor, with the first tile and the first block of that, and how many it has.
+    OWNER = auto()
+    OWNER_TILE = auto()
+    OWNER_TILES = auto()
+    OWNER_BLOCK = auto()
+    OWNER_BLOCKS = auto()
+    # Its own tiles: STRIPS side by side, DOWN one below the other.
+    FIRST_TILE = auto()
+    FIRST_BLOCK = auto()
+    DOWN = auto()
+    STRIPS = auto()
+    # Where its entries in the buffers begin.
+    ROW_SPACE = auto()
+    ROW_PART = auto()
+    COL_PART = auto()
+    ROW_CHUNK = auto()
+    ROW_CHUNKS = auto()
+    COL_CHUNK = auto()
+
+
+class Setting(FromZero):
+    """Columns of `Tables.settings`, one row per parameter group."""
+
+    BETA2_DECAY = auto()
+    EPS1 = auto()
+    EPS2 = auto()
+    FLOOR = auto()
+    VARIANCE_FLOOR = auto()
+    D = auto()
+    WEIGHT_DECAY = auto()
+    GAMMA = auto()
+    ONE_MINUS_GAMMA = auto()
+    MIN_LR = auto()
+    COUNT_EPS = auto()
+    OFFSET = auto()
+    KAPPA_LOW = auto()
+    KAPPA_HIGH = auto()
+    CLIP = auto()
+    BOOST = auto()
+    FIXED_BETA = auto()
+    LOG_BETA = auto()
+    BETA_MIN = auto()
+    BETA_MAX = auto()
+    WARMUP = auto()
+    THETA = auto()
+    MIX = auto()
+
+
+class Scalar(FromZero):
+    """Columns of `Results.scalars`, one row per tensor."""
+
+    ALPHA = auto()  # step size
+    KEEP = auto()  # what W is multiplied by: the decay
+    TIME = auto()  # t of this step
+    SCALE = auto()  # what the direction is multiplied by
+    BETA = auto()
+    GAIN = auto()  # of the corrected momentum in the update
+    FACTOR = auto()  # what G is multiplied by to give x
+    MEAN = auto()  # mean R, or mean of a full variance
+
+
+class GradientSum(FromZero):
+    """Sums of a tile that `statistics` writes for tensors with momentum."""
+
+    SQUARES = auto()
+    VARIANCES = auto()
+    UNUSED = auto()  # rows are as long as those of `UpdateSum`
+
+
+class UpdateSum(FromZero):
+    """Sums of a tile that `with_momentum` writes: x M, x², y²."""
+
+    XM = auto()
+    XX = auto()
+    YY = auto()
+
+
+class RowSum(FromZero):
+    """Sums over the rows of a chunk or a matrix that ranks exchange."""
+
+    BEFORE = auto()  # R before the step
+    NEWEST = auto()  # G²
+
+
+class Extreme(FromZero):
+    """Columns of `Results.extremes`, one row per matrix, as the bits of floats."""
+
+    MAX_ROW = auto()
+    MIN_ROW = auto()
+    MIN_COL = auto()
+
+
+class BandSum(FromZero):
+    """Entries of the state `band_sums` of a single band."""
+
+    AGREEMENT = auto()
+    POWER = auto()
+    CORRECTION = auto()
+
+
+class Counter(FromZero):
+    """Slots of `Results.counters`."""
+
+    SEEN = auto()  # a non-finite gradient was seen in this step
+    SKIP = auto()  # this step is skipped
+    SKIPPED = auto()  # steps skipped so far
+    IN_A_ROW = auto()  # steps skipped since the last one that was taken
+
+
+class Task(FromZero):
+    """What a program of `finalize` works on."""
+
+    ROWS = auto()
+    COLS = auto()
+    TENSOR = auto()
+    EMPTY = auto()  # a tensor without elements
+
+
+class TaskColumn(FromZero):
+    """Columns of the table of tasks."""
+
+    MATRIX = auto()
+    KIND = auto()
+    CHUNK = auto()
+
+
+class Flag(IntFlag):
+    """Bits of `Column.FLAGS`: what a tensor's rule does differently."""
+
+    DENSE = auto()  # a full variance instead of factors
+    VECTOR = auto()  # the whole tensor is one row
+    SIGN = auto()  # direction sign(U) * row maximum, else U itself
+    MAXIMIZE = auto()
+    MAX_NORM = auto()  # R is divided by max R, or by mean R for Adafactor
+    BOOSTED = auto()  # version 0.3's rule for a single value
+    ADAFACTOR = auto()
+    RAMP = auto()  # version 0.2's step size
+    DECAY_BY_LR = auto()  # else by alpha, or
+    DECAY_BY_RHO = auto()  # by the relative step
+    ABSOLUTE = auto()  # Adafactor's step size is lr itself
+    STOCHASTIC = auto()  # rounding
+    FACTORED = auto()  # direction "factored": U divided by its RMS if that exceeds d
+    WITH_MOMENTUM = auto()  # or with an orthogonal direction
+    ORTHOGONAL = auto()
+    ADAPTIVE = auto()  # FAM, with sums of its own
+    INITIAL = auto()  # the step size is scaled by the initial RMS(W)
+
+
+ADDRESS = DeviceEnum(Address)
+COLUMN = DeviceEnum(Column)
+SETTING = DeviceEnum(Setting)
+SCALAR = DeviceEnum(Scalar)
+GRADIENT_SUM = DeviceEnum(GradientSum)
+UPDATE_SUM = DeviceEnum(UpdateSum)
+ROW_SUM = DeviceEnum(RowSum)
+EXTREME = DeviceEnum(Extreme)
+BAND_SUM = DeviceEnum(BandSum)
+COUNTER = DeviceEnum(Counter)
+TASK = DeviceEnum(Task)
+TASK_COLUMN = DeviceEnum(TaskColumn)
+FLAG = DeviceEnum(Flag)

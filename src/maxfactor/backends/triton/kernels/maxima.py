@@ -1,227 +1,194 @@
-"""Maxima of |U|, (6) and (7), and what the direction of a tensor is multiplied by."""
+"""Maxima of |U|, equations (6) and (7), and what the direction of a tensor is multiplied by.
+
+The rule divides by the largest entry of U and steps by the largest entry of each row. Maxima in
+place of sums are known from SM3: Anil et al., "Memory-Efficient Adaptive Optimization" (2019),
+https://arxiv.org/abs/1901.11150.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from maxfactor.backends.triton.kernels.descriptors import Piece, RowsOfG
 from maxfactor.backends.triton.kernels.layout import (
-    ADAFACTOR,
-    ADAPTIVE,
-    BAND_SUMS,
-    BETA,
-    CLIP,
-    COL_CHUNK,
-    COL_VAR,
-    COLS,
-    DENSE,
-    FACTORED,
-    FILTERED,
-    FIRST_BLOCK,
-    FLAGS,
-    FLOOR,
-    GROUP,
-    NUMEL,
-    OWNER,
-    OWNER_BLOCK,
-    OWNER_BLOCKS,
-    OWNER_TILE,
-    OWNER_TILES,
-    ROW_PART,
-    ROW_SPACE,
-    ROW_VAR,
-    ROWS,
-    SCALARS,
-    SCALE,
-    SETTINGS,
-    SKIP,
-    STRIPS,
-    SUMS,
-    TABLE,
-    THETA,
-    TIME,
+    ADDRESS,
+    BUNDLE,
+    COLUMN,
+    COLUMNS,
+    COUNTER,
+    FLAG,
+    MAXIMA_STAGES,
+    SCALAR,
+    SETTING,
+    STRIPS_AT_ONCE,
     TINY,
-    VARIANCE_FLOOR,
-    XM,
-    XX,
-    YY,
-    D,
+    UPDATE_SUM,
 )
-from maxfactor.backends.triton.kernels.tiles import address, inverse_root, load_tile, sum_of
-from maxfactor.backends.triton.kernels.variance import dense_variance, is_floored, row_scale
+from maxfactor.backends.triton.kernels.momentum import update_band_sums
+from maxfactor.backends.triton.kernels.tiles import address_of, inverse_root, load_tile, sum_of
+from maxfactor.backends.triton.kernels.variance import dense_variance, is_floored, row_divisor
 
 
 @triton.jit
 def maxima(
-    pointers,
-    table,
-    settings,
+    tables,
     block_matrix,
-    row_peak,
-    ratios,
-    extremes,
-    row_sum_var,
-    row_max,
-    update_max,
-    update_squares,
-    scalars,
-    status,
+    partials,
+    results,
     grad_scale,
     SCALED: tl.constexpr,
-    G_KIND: tl.constexpr,
-    GENERAL: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS_: tl.constexpr,
-    COLS_: tl.constexpr,
-    BUNDLE_: tl.constexpr,
-    STRIPS_: tl.constexpr,
-    WIDTH_: tl.constexpr,
-    STAGES_: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    spec: tl.constexpr,
 ):
-    """Maxima of |U| before it is normalised, (6) and the left of (7), for a block of rows."""
-    if tl.load(status + SKIP) != 0:
+    """Maxima of |U| for a block of rows, before it is normalised.
+
+    A row belongs to one program, so its maximum needs no atomic; that of the tensor is an integer
+    atomic on the bits of floats that are not negative. Results repeat bit for bit.
+
+    Args:
+        tables: `Tables`.
+        block_matrix: (blocks,) int32: the matrix of each block of this launch.
+        partials: `Partials`; reads `row_peaks`, writes `update_squares` if `spec.general`.
+        results: `Results`; writes `row_max` and `update_max`.
+        grad_scale: (1,) float32 by which G was multiplied, if SCALED.
+        SCALED: Whether `grad_scale` counts.
+        ROWS: Rows of a block.
+        WIDTH: Columns that are read at a time where neither strips nor bundles are.
+        spec: `Spec`.
+    """
+    if tl.load(results.counters + COUNTER.SKIP) != 0:
         return
     block = tl.program_id(0)
     k = tl.load(block_matrix + block).to(tl.int64)
-    entry = table + k * TABLE
-    setting = settings + tl.load(entry + GROUP) * SETTINGS
-    flags = tl.load(entry + FLAGS)
-    m = tl.load(entry + ROWS)
-    n = tl.load(entry + COLS)
-    strips = tl.load(entry + STRIPS).to(tl.int32)
-    local = (block - tl.load(entry + FIRST_BLOCK)).to(tl.int32)
-    rows = local * ROWS_ + tl.arange(0, ROWS_)
-    pointer = address(pointers, entry, 1, G_KIND)
+    entry = tables.matrices + k * COLUMN.COUNT
+    setting = tables.settings + tl.load(entry + COLUMN.GROUP) * SETTING.COUNT
+    flags = tl.load(entry + COLUMN.FLAGS)
+    m = tl.load(entry + COLUMN.ROWS)
+    n = tl.load(entry + COLUMN.COLS)
+    strips = tl.load(entry + COLUMN.STRIPS).to(tl.int32)
+    local = (block - tl.load(entry + COLUMN.FIRST_BLOCK)).to(tl.int32)
+    rows = local * ROWS + tl.arange(0, ROWS)
+    pointer = address_of(tables.pointers, entry, ADDRESS.GRAD, spec.g_dtype)
     inverse_scale = 1.0
     if SCALED:
         inverse_scale = 1.0 / tl.load(grad_scale)
-    t = tl.load(scalars + tl.load(entry + OWNER) * SCALARS + TIME)
-    dense = (flags & DENSE) != 0
+    t = tl.load(results.scalars + tl.load(entry + COLUMN.OWNER) * SCALAR.COUNT + SCALAR.TIME)
+    dense = (flags & FLAG.DENSE) != 0
     row_end, col_end = tl.where(dense, 0, m), tl.where(dense, 0, n)
-    scale = row_scale(entry, setting, k, extremes, row_sum_var, flags)
-    floor = tl.load(setting + VARIANCE_FLOOR)
-    row_pointer = tl.load(entry + ROW_VAR).to(tl.pointer_type(tl.float32))
-    col_pointer = tl.load(entry + COL_VAR).to(tl.pointer_type(tl.float32))
-    r = tl.load(row_pointer + rows, mask=rows < row_end, other=1.0) / scale
-    total = tl.zeros([ROWS_], tl.float32)
-    by_row = tl.zeros([ROWS_], tl.float32)
-    # Where the floor of (6) acts nowhere, the root of R can wait until after the maximum.
-    separate = (dense == 0) & (is_floored(setting, k, extremes, scale) == 0)
-    if separate & (GENERAL == 0):
+    divisor = row_divisor(entry, setting, k, results, flags)
+    floor = tl.load(setting + SETTING.VARIANCE_FLOOR)
+    row_pointer = tl.load(entry + COLUMN.ROW_VAR).to(tl.pointer_type(tl.float32))
+    col_pointer = tl.load(entry + COLUMN.COL_VAR).to(tl.pointer_type(tl.float32))
+    r = tl.load(row_pointer + rows, mask=rows < row_end, other=1.0) / divisor
+    total = tl.zeros([ROWS], tl.float32)
+    by_row = tl.zeros([ROWS], tl.float32)
+    # If the floor of V acts nowhere, the root of R can wait until after the maximum.
+    separate = (dense == 0) & (is_floored(setting, k, results.extremes, divisor) == 0)
+    if separate & (spec.general == 0):
+        peaks = partials.row_peaks + tl.load(entry + COLUMN.ROW_PART) * 2
+        changes = results.col_changes + tl.load(entry + COLUMN.COL_CHUNK) * 2
+        matrix = RowsOfG(pointer, col_pointer, rows, m, n)
         by_row = pruned_row_maxima(
-            pointer,
-            row_peak + tl.load(entry + ROW_PART) * 2,
-            ratios + tl.load(entry + COL_CHUNK) * 2,
-            col_pointer,
-            rows,
-            m,
-            n,
-            strips,
-            inverse_scale,
-            G_KIND,
-            COLS_,
-            BUNDLE_,
-            STRIPS_,
-            WIDTH_,
+            matrix, peaks, changes, strips, inverse_scale, WIDTH, spec.g_dtype
         )
         by_row *= inverse_root(r)
     elif separate:
-        for strip in tl.range(0, strips, num_stages=STAGES_):
-            cols = strip * COLS_ + tl.arange(0, COLS_)
-            g = load_tile(pointer, rows, cols, m, n, G_KIND, ALIGNED)
+        for strip in tl.range(0, strips, num_stages=MAXIMA_STAGES):
+            cols = strip * COLUMNS + tl.arange(0, COLUMNS)
+            g = load_tile(pointer, Piece(rows, cols, m, n), spec.g_dtype, spec.aligned)
             c = tl.load(col_pointer + cols, mask=cols < n, other=1.0)
             u = tl.abs(g) * inverse_root(c)[None, :]
             by_row = tl.maximum(by_row, tl.max(u, axis=1))
-            if GENERAL:
+            if spec.general:
                 total += tl.sum(u * u, axis=1)
         by_row *= inverse_root(r) * inverse_scale
         total *= inverse_root(r) * inverse_root(r) * inverse_scale * inverse_scale
     else:
-        for first in range(0, n.to(tl.int32), WIDTH_):
-            cols = first + tl.arange(0, WIDTH_)
-            g = load_tile(pointer, rows, cols, m, n, G_KIND, ALIGNED) * inverse_scale
+        for first in range(0, n.to(tl.int32), WIDTH):
+            cols = first + tl.arange(0, WIDTH)
+            piece = Piece(rows, cols, m, n)
+            g = load_tile(pointer, piece, spec.g_dtype, spec.aligned) * inverse_scale
             if dense:
-                v = dense_variance(entry, setting, t, g, rows, cols, m, n, ALIGNED)
+                v = dense_variance(entry, setting, t, g, piece, spec.aligned)
             else:
                 c = tl.load(col_pointer + cols, mask=cols < col_end, other=1.0)
                 v = r[:, None] * c[None, :]
             u = tl.abs(g) * tl.rsqrt(tl.maximum(v, floor))
             by_row = tl.maximum(by_row, tl.max(u, axis=1))
-            if GENERAL:
+            if spec.general:
                 total += tl.sum(u * u, axis=1)
     bits = by_row.to(tl.int32, bitcast=True)
-    tl.store(row_max + tl.load(entry + ROW_SPACE) + rows, bits, mask=rows < m)
-    tl.atomic_max(update_max + tl.load(entry + OWNER), tl.max(bits, axis=0), sem="relaxed")
-    if GENERAL:
-        tl.store(update_squares + tl.load(entry + OWNER_BLOCK) + local, tl.sum(total, axis=0))
+    tl.store(results.row_max + tl.load(entry + COLUMN.ROW_SPACE) + rows, bits, mask=rows < m)
+    most = tl.max(bits, axis=0)
+    tl.atomic_max(results.update_max + tl.load(entry + COLUMN.OWNER), most, sem="relaxed")
+    if spec.general:
+        place = partials.update_squares + tl.load(entry + COLUMN.OWNER_BLOCK) + local
+        tl.store(place, tl.sum(total, axis=0))
 
 
 @triton.jit
 def pruned_row_maxima(
-    pointer,
-    peaks,
-    changes,
-    col_pointer,
-    rows,
-    m,
-    n,
-    strips,
-    inverse_scale,
-    G_KIND: tl.constexpr,
-    COLS_: tl.constexpr,
-    BUNDLE_: tl.constexpr,
-    STRIPS_: tl.constexpr,
-    WIDTH_: tl.constexpr,
+    matrix, peaks, changes, strips, inverse_scale, WIDTH: tl.constexpr, G_DTYPE: tl.constexpr
 ):
     """The largest |G| / sqrt(C) of each row, reading little of G.
 
-    `peaks` has, by the C of the step before, the largest of each strip with its bundle of columns,
-    and the largest outside that bundle. How much 1 / sqrt(C) has changed lies between the bounds in
-    `changes`. First the likeliest bundle is read, then what bundles, and what else of a strip, may
-    still have more; the slack covers rounding and the bits that the bundle's number took.
+    `peaks` has, by the C of the previous step, the largest value of each strip with its bundle of
+    columns, and the largest outside that bundle. `changes` bounds how much 1 / sqrt(C) has changed.
+    First the likeliest bundle is read, then the bundles, and the rest of the strips, that may still
+    hold a larger value. The slack covers rounding and the bits that the bundle's number took.
+
+    Args:
+        matrix: `RowsOfG`.
+        peaks: int32 (strips, m, 2) of this matrix, from `two_peaks`.
+        changes: float32 (strips, 2) of this matrix: least and most.
+        strips: Strips of the matrix.
+        inverse_scale: What G is multiplied by.
+        WIDTH: Columns that are read at a time outside of bundles.
+        G_DTYPE: The dtype of G.
     """
-    bundles: tl.constexpr = COLS_ // BUNDLE_
-    many = tl.arange(0, STRIPS_)
+    rows, m, n = matrix.rows, matrix.m, matrix.n
+    bundles: tl.constexpr = COLUMNS // BUNDLE
+    many = tl.arange(0, STRIPS_AT_ONCE)
     start = rows.to(tl.int64) * n  # of each row
     likeliest = tl.zeros_like(rows)
     least = tl.zeros_like(rows).to(tl.float32)
-    for first in range(0, strips, STRIPS_):
+    for first in range(0, strips, STRIPS_AT_ONCE):
         which = first + many
         peak = strip_values(peaks, which, rows, m, strips)
         low = tl.load(changes + which * 2, mask=which < strips, other=0.0)
         value = peak.to(tl.float32, bitcast=True) * low[:, None]
         highest, column = highest_of(
-            value, which[:, None] * COLS_ + (peak & (bundles - 1)) * BUNDLE_
+            value, which[:, None] * COLUMNS + (peak & (bundles - 1)) * BUNDLE
         )
         likeliest = tl.where(highest > least, column, likeliest)
         least = tl.maximum(least, highest)
     real = rows < m
-    by_row = largest_in(pointer, col_pointer, start, likeliest, real, n, G_KIND, BUNDLE_)
+    by_row = largest_in(matrix, start, likeliest, real, G_DTYPE, BUNDLE)
     by_row *= inverse_scale
-    for first in range(0, strips, STRIPS_):
+    for first in range(0, strips, STRIPS_AT_ONCE):
         which = first + many
         high = tl.load(changes + which * 2 + 1, mask=which < strips, other=0.0)[:, None] * 1.0001
         peak = strip_values(peaks, which, rows, m, strips)
-        columns = which[:, None] * COLS_ + (peak & (bundles - 1)) * BUNDLE_
+        columns = which[:, None] * COLUMNS + (peak & (bundles - 1)) * BUNDLE
         most = peak.to(tl.float32, bitcast=True) * high
         most = tl.where(columns == likeliest[None, :], 0.0, most)  # this one is read
         highest, column = highest_of(most, columns)
         while tl.max((highest > by_row).to(tl.int32), axis=0) != 0:
             needed = real & (highest > by_row)
-            found = largest_in(pointer, col_pointer, start, column, needed, n, G_KIND, BUNDLE_)
+            found = largest_in(matrix, start, column, needed, G_DTYPE, BUNDLE)
             by_row = tl.maximum(by_row, found * inverse_scale)
             most = tl.where(columns == column[None, :], 0.0, most)
             highest, column = highest_of(most, columns)
         other = strip_values(peaks + 1, which, rows, m, strips)
         most = other.to(tl.float32, bitcast=True) * high
-        columns = which[:, None] * COLS_ + tl.zeros_like(peak)
+        columns = which[:, None] * COLUMNS + tl.zeros_like(peak)
         highest, column = highest_of(most, columns)
         while tl.max((highest > by_row).to(tl.int32), axis=0) != 0:
             needed = real & (highest > by_row)
-            for at in range(0, COLS_, WIDTH_):
-                found = largest_in(
-                    pointer, col_pointer, start, column + at, needed, n, G_KIND, WIDTH_
-                )
+            for at in range(0, COLUMNS, WIDTH):
+                found = largest_in(matrix, start, column + at, needed, G_DTYPE, WIDTH)
                 by_row = tl.maximum(by_row, found * inverse_scale)
             most = tl.where(columns == column[None, :], 0.0, most)
             highest, column = highest_of(most, columns)
@@ -230,71 +197,73 @@ def pruned_row_maxima(
 
 @triton.jit
 def strip_values(values, which, rows, m, strips):
-    """One of the two values of each strip (down) and row (across) in `peaks`."""
+    """One of the two values in `peaks`, (strips, rows)."""
     inside = (which < strips)[:, None] & (rows < m)[None, :]
     return tl.load(values + (which[:, None] * m + rows[None, :]) * 2, mask=inside, other=0)
 
 
 @triton.jit
 def highest_of(values, columns):
-    """The highest value over the strips, for each row, and the column that goes with it."""
+    """The highest value of each row over the strips, and its column."""
     highest = tl.max(values, axis=0)
     return highest, tl.max(tl.where(values == highest[None, :], columns, 0), axis=0)
 
 
 @triton.jit
-def largest_in(
-    pointer, col_pointer, start, first, needed, n, G_KIND: tl.constexpr, WIDTH_: tl.constexpr
-):
-    """The largest |G| / sqrt(C) of WIDTH_ columns from `first` on, 0 for rows not needed."""
-    cols = first[:, None] + tl.arange(0, WIDTH_)[None, :]
-    inside = needed[:, None] & (cols < n)
-    base = pointer.to(tl.pointer_type(G_KIND))
+def largest_in(matrix, start, first, needed, G_DTYPE: tl.constexpr, WIDTH: tl.constexpr):
+    """The largest |G| / sqrt(C) of WIDTH columns from `first` on, 0 for rows not needed."""
+    cols = first[:, None] + tl.arange(0, WIDTH)[None, :]
+    inside = needed[:, None] & (cols < matrix.n)
+    base = matrix.pointer.to(tl.pointer_type(G_DTYPE))
     g = tl.load(base + (start[:, None] + cols), mask=inside, other=0.0).to(tl.float32)
-    c = tl.load(col_pointer + cols, mask=inside, other=1.0)
+    c = tl.load(matrix.col_var + cols, mask=inside, other=1.0)
     return tl.max(tl.abs(g) * inverse_root(c), axis=1)
 
 
 @triton.jit
-def divisor_of(setting, update_max, owner):
-    """The divisor of (7)."""
+def update_divisor(setting, update_max, owner):
+    """What U is divided by: its largest entry."""
     bits = tl.load(update_max + owner)
-    return tl.maximum(bits.to(tl.float32, bitcast=True), tl.load(setting + FLOOR))
+    return tl.maximum(bits.to(tl.float32, bitcast=True), tl.load(setting + SETTING.FLOOR))  # (7)
 
 
 @triton.jit
-def rescale(table, settings, first_of, update_max, update_squares, filter_sums, scalars, status):
-    """What a tensor's direction is multiplied by, (7) (8) and the clip; FAM's sums, (11)."""
+def rescale(tables, partials, results):
+    """What a tensor's direction is multiplied by, (7), (8) and the clip; FAM's sums, (11).
+
+    One program per tensor. It adds partial sums in a fixed order.
+
+    Args:
+        tables: `Tables`.
+        partials: `Partials`, of this rank or of all ranks.
+        results: `Results`; writes `Scalar.SCALE`.
+    """
     owner = tl.program_id(0)
-    entry = table + tl.load(first_of + owner).to(tl.int64) * TABLE
-    setting = settings + tl.load(entry + GROUP) * SETTINGS
-    flags = tl.load(entry + FLAGS)
-    scale = 1.0 / divisor_of(setting, update_max, owner)  # (7)
-    numel = tl.maximum(tl.load(entry + NUMEL).to(tl.float32), 1.0)
-    first, count = tl.load(entry + OWNER_TILE), tl.load(entry + OWNER_TILES)
-    if (flags & FILTERED) != 0:
-        squares = sum_of(filter_sums + YY, first, count, SUMS)
+    k = tl.load(tables.first_matrix + owner).to(tl.int64)
+    entry = tables.matrices + k * COLUMN.COUNT
+    setting = tables.settings + tl.load(entry + COLUMN.GROUP) * SETTING.COUNT
+    flags = tl.load(entry + COLUMN.FLAGS)
+    scale = 1.0 / update_divisor(setting, results.update_max, owner)
+    numel = tl.maximum(tl.load(entry + COLUMN.NUMEL).to(tl.float32), 1.0)
+    first, count = tl.load(entry + COLUMN.OWNER_TILE), tl.load(entry + COLUMN.OWNER_TILES)
+    if (flags & FLAG.WITH_MOMENTUM) != 0:
+        squares = sum_of(partials.update_sums + UPDATE_SUM.YY, first, count, UPDATE_SUM.COUNT)
     else:
-        squares = sum_of(
-            update_squares, tl.load(entry + OWNER_BLOCK), tl.load(entry + OWNER_BLOCKS)
-        )
-    clip = tl.load(setting + CLIP)
-    if (flags & (ADAFACTOR | FACTORED)) != 0:
-        bound = tl.where((flags & FACTORED) != 0, tl.load(setting + D), clip)
+        first_block = tl.load(entry + COLUMN.OWNER_BLOCK)
+        blocks = tl.load(entry + COLUMN.OWNER_BLOCKS)
+        squares = sum_of(partials.update_squares, first_block, blocks)
+    clip = tl.load(setting + SETTING.CLIP)
+    if (flags & (FLAG.ADAFACTOR | FLAG.FACTORED)) != 0:
+        bound = tl.where((flags & FLAG.FACTORED) != 0, tl.load(setting + SETTING.D), clip)
         scale = 1.0 / tl.maximum(1.0, tl.sqrt_rn(squares / numel) / bound)
     else:
         norm = tl.sqrt_rn(squares) * scale
         shrink = tl.where(clip > 0.0, clip / tl.maximum(tl.maximum(norm, clip), TINY), 1.0)
-        s = tl.maximum(1.0, norm * shrink / tl.sqrt_rn(numel) / tl.load(setting + D))  # (8)
+        rms = norm * shrink / tl.sqrt_rn(numel)
+        s = tl.maximum(1.0, rms / tl.load(setting + SETTING.D))  # (8)
         scale = scale * shrink / s
-    tl.store(scalars + owner * SCALARS + SCALE, scale)
-    if ((flags & ADAPTIVE) != 0) & (count > 0) & (tl.load(status + SKIP) == 0):
-        sums = tl.load(entry + BAND_SUMS).to(tl.pointer_type(tl.float32))
-        theta, beta = tl.load(setting + THETA), tl.load(scalars + owner * SCALARS + BETA)
-        before = tl.load(sums + 2)
-        agreement = sum_of(filter_sums + XM, first, count, SUMS) / numel
-        agreement /= tl.maximum(before, TINY)
-        power = sum_of(filter_sums + XX, first, count, SUMS) / numel
-        tl.store(sums, theta * tl.load(sums) + (1.0 - theta) * agreement)  # (11)
-        tl.store(sums + 1, theta * tl.load(sums + 1) + (1.0 - theta) * power)
-        tl.store(sums + 2, beta * before + (1.0 - beta))  # (12)
+    scalar = results.scalars + owner * SCALAR.COUNT
+    tl.store(scalar + SCALAR.SCALE, scale)
+    taken = tl.load(results.counters + COUNTER.SKIP) == 0
+    if ((flags & FLAG.ADAPTIVE) != 0) & (count > 0) & taken:
+        update_band_sums(entry, setting, scalar, partials.update_sums, first, count, numel)

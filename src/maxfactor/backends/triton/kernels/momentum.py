@@ -1,314 +1,314 @@
-"""The momentum, (10) to (13), or what is to be orthogonalised."""
+"""The momentum, equations (10) to (13), and the input of the orthogonal direction.
+
+The momentum is stored block-wise in eight bits as in Dettmers et al., "8-bit Optimizers via
+Block-wise Quantization" (2021), https://arxiv.org/abs/2110.02861, but with linear codes: 64 values
+of a row share one float32 scale. The codes are those of `maxfactor.rule.int8`.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from maxfactor.backends.triton.kernels.descriptors import Noise, Piece, StoredMomentum
 from maxfactor.backends.triton.kernels.layout import (
-    ALPHA,
-    BETA,
-    BLOCK,
-    COL_VAR,
-    COLS,
-    DENSE,
-    FACTOR,
-    FLAGS,
-    GAIN,
-    GROUP,
-    KEEP,
-    MAXIMIZE,
-    MEAN,
-    MIX,
-    MOMENTUM,
-    MOMENTUM_SCALE,
-    NUMEL,
-    ORIGIN,
-    OWNER,
-    OWNER_TILE,
-    OWNER_TILES,
-    ROW_SPACE,
-    ROW_VAR,
-    ROWS,
-    SCALARS,
-    SEEN,
-    SETTINGS,
-    SKIP,
-    START,
-    STEP,
-    STRIDE,
-    SUMS,
-    TABLE,
-    TIME,
+    ADDRESS,
+    BAND_SUM,
+    COLUMN,
+    COLUMNS,
+    COUNTER,
+    FLAG,
+    GRADIENT_SUM,
+    MOMENTUM_BLOCK,
+    MOMENTUM_STAGES,
+    PIECE_ROWS,
+    SCALAR,
+    SETTING,
     TINY,
-    VARIANCE_FLOOR,
-    WHITENS,
-    XM,
-    XX,
-    YY,
+    UPDATE_SUM,
 )
 from maxfactor.backends.triton.kernels.rounding import noise_key, write_weights
 from maxfactor.backends.triton.kernels.tiles import (
-    address,
+    address_of,
+    append_signs,
     has_zeros,
     inverse_root,
     load_tile,
-    marked,
     sign_places,
+    span_of,
     store_tile,
     sum_of,
-    within_tile,
 )
 from maxfactor.backends.triton.kernels.variance import (
-    capped,
     dense_variance,
     factor_roots,
+    inverse_roots,
     mean_row_var,
 )
 
 
 @triton.jit
-def filtered(
-    pointers,
-    table,
-    settings,
-    tile_matrix,
-    row_sum_var,
-    row_max,
-    update_max,
-    tile_sums,
-    filter_sums,
-    squares,
-    scalars,
-    signs,
-    unsigned,
-    status,
+def with_momentum(
+    tables,
+    partials,
+    results,
+    sign_bits,
     grad_scale,
-    seed_keys,
     first_tile,
     SCALED: tl.constexpr,
-    SIGNED: tl.constexpr,
-    GENERAL: tl.constexpr,
-    VARIANCES: tl.constexpr,
-    WHITENING: tl.constexpr,
-    PEAKS: tl.constexpr,
-    DIRECT: tl.constexpr,
-    STORE: tl.constexpr,
-    KEEPS: tl.constexpr,
-    O_KIND: tl.constexpr,
-    P_KIND: tl.constexpr,
-    G_KIND: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS_: tl.constexpr,
-    COLS_: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES_: tl.constexpr,
+    spec: tl.constexpr,
 ):
-    """The momentum, (10) to (13), maxima and signs of y, or what is to be orthogonalised.
+    """Update the momentum of a tile; write maxima and signs of y, or what is orthogonalised.
 
-    DIRECT: W moves by y as it is, so that it can do so at once, and `apply` is not needed.
+    If `spec.direct`, W moves by y as it is. This kernel then writes W too, and `apply` is not
+    needed. Sums are written per tile and added later in a fixed order; maxima are integer atomics
+    on the bits of floats that are not negative. Results repeat bit for bit.
+
+    Args:
+        tables: `Tables`.
+        partials: `Partials`; reads `gradient_sums`, writes `update_sums` and `unsigned`.
+        results: `Results`; reads `scalars`, writes maxima.
+        sign_bits: (tiles, PIECE_ROWS * COLUMNS) int32, written if the signs are packed.
+        grad_scale: (1,) float32 by which G was multiplied, if SCALED.
+        first_tile: The first tile of this launch.
+        SCALED: Whether `grad_scale` counts.
+        spec: `Spec`.
     """
-    if DIRECT:
+    if spec.direct:
         if tl.program_id(0) == 0:
-            tl.store(status + SEEN, 0)  # as in `apply`
-    if tl.load(status + SKIP) != 0:
+            tl.store(results.counters + COUNTER.SEEN, 0)  # as in `apply`
+    if tl.load(results.counters + COUNTER.SKIP) != 0:
         return
     tile = first_tile + tl.program_id(0)
-    k = tl.load(tile_matrix + tile).to(tl.int64)
-    entry = table + k * TABLE
-    setting = settings + tl.load(entry + GROUP) * SETTINGS
-    flags = tl.load(entry + FLAGS)
-    owner = tl.load(entry + OWNER)
-    m = tl.load(entry + ROWS)
-    n = tl.load(entry + COLS)
-    first_row, pieces, cols = within_tile(entry, tile, m, ROWS_, COLS_, TILE)
-    scalar = scalars + owner * SCALARS
-    beta, gain = tl.load(scalar + BETA), tl.load(scalar + GAIN)
-    share = tl.load(setting + MIX)
-    t = tl.load(scalar + TIME)
-    floor = tl.load(setting + VARIANCE_FLOOR)
-    pointer = address(pointers, entry, 1, G_KIND)
-    factor, mean = input_scale(entry, setting, flags, tile_sums, row_sum_var)
-    if tile == tl.load(entry + OWNER_TILE):
-        tl.store(scalar + FACTOR, factor)
-        tl.store(scalar + MEAN, mean)
+    k = tl.load(tables.tile_matrix + tile).to(tl.int64)
+    entry = tables.matrices + k * COLUMN.COUNT
+    setting = tables.settings + tl.load(entry + COLUMN.GROUP) * SETTING.COUNT
+    flags = tl.load(entry + COLUMN.FLAGS)
+    owner = tl.load(entry + COLUMN.OWNER)
+    m = tl.load(entry + COLUMN.ROWS)
+    n = tl.load(entry + COLUMN.COLS)
+    span = span_of(entry, tile, m)
+    cols = span.cols
+    scalar = results.scalars + owner * SCALAR.COUNT
+    beta, gain = tl.load(scalar + SCALAR.BETA), tl.load(scalar + SCALAR.GAIN)
+    share = tl.load(setting + SETTING.MIX)
+    t = tl.load(scalar + SCALAR.TIME)
+    floor = tl.load(setting + SETTING.VARIANCE_FLOOR)
+    pointer = address_of(tables.pointers, entry, ADDRESS.GRAD, spec.g_dtype)
+    factor, mean = input_scale(entry, setting, flags, partials.gradient_sums, results.row_var_sums)
+    if tile == tl.load(entry + COLUMN.OWNER_TILE):
+        tl.store(scalar + SCALAR.FACTOR, factor)
+        tl.store(scalar + SCALAR.MEAN, mean)
     inverse_scale = 1.0
     if SCALED:
         inverse_scale = 1.0 / tl.load(grad_scale)
-    whitens = WHITENING and (flags & WHITENS) != 0
-    dense = VARIANCES and (flags & DENSE) != 0
-    r_pointer, r_end = tl.load(entry + ROW_VAR), tl.where(dense, 0, m)
-    col_roots = factor_roots(tl.load(entry + COL_VAR), cols, tl.where(dense, 0, n), 1.0)
+    orthogonal = spec.orthogonal and (flags & FLAG.ORTHOGONAL) != 0
+    dense = spec.dense and (flags & FLAG.DENSE) != 0
+    r_pointer, r_end = tl.load(entry + COLUMN.ROW_VAR), tl.where(dense, 0, m)
+    c_pointer = tl.load(entry + COLUMN.COL_VAR)
+    col_roots = factor_roots(c_pointer, cols, tl.where(dense, 0, n), 1.0)
     divisor, root_of_floor = tl.maximum(mean, TINY), inverse_root(floor)
-    kept, scales = momentum_places(entry, STORE)
-    o_pointer = address(pointers, entry, 2, O_KIND)
-    place = row_max + tl.load(entry + ROW_SPACE)
+    stored = stored_momentum(entry, spec.store)
+    o_pointer = address_of(tables.pointers, entry, ADDRESS.ORTHOGONAL, spec.o_dtype)
+    place = results.row_max + tl.load(entry + COLUMN.ROW_SPACE)
     root_of_mean = tl.sqrt_rn(mean)
-    if DIRECT:
-        keep, alpha = tl.load(scalar + KEEP), tl.load(scalar + ALPHA)
-        key = noise_key(seed_keys, tl.load(entry + GROUP), t)
-        origin, stride = tl.load(entry + ORIGIN), tl.load(entry + STRIDE)
-        w_pointer = address(pointers, entry, 0, P_KIND)
-    agreement = tl.zeros([COLS_], tl.float32)
-    power = tl.zeros([COLS_], tl.float32)
-    total = tl.zeros([COLS_], tl.float32)  # of the squares of y, or of those of the new W
-    least = tl.full([COLS_], float("inf"), tl.float32)
-    marks = tl.zeros([ROWS_, COLS_], tl.uint32)
-    highest = tl.zeros([ROWS_], tl.float32)
-    for piece in tl.range(0, pieces, num_stages=STAGES_):
-        rows = first_row + piece * ROWS_ + tl.arange(0, ROWS_)
-        g = load_tile(pointer, rows, cols, m, n, G_KIND, ALIGNED)
-        roots = capped(factor_roots(r_pointer, rows, r_end, divisor), col_roots, root_of_floor)
+    if spec.direct:
+        keep, alpha = tl.load(scalar + SCALAR.KEEP), tl.load(scalar + SCALAR.ALPHA)
+        key = noise_key(tables.seed_keys, tl.load(entry + COLUMN.GROUP), t)
+        origin, stride = tl.load(entry + COLUMN.ORIGIN), tl.load(entry + COLUMN.STRIDE)
+        noise = Noise(key, origin, stride, flags)
+        w_pointer = address_of(tables.pointers, entry, ADDRESS.WEIGHT, spec.p_dtype)
+    agreement = tl.zeros([COLUMNS], tl.float32)
+    power = tl.zeros([COLUMNS], tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)  # of the squares of y, or of those of the new W
+    least = tl.full([COLUMNS], float("inf"), tl.float32)
+    signs = tl.zeros([PIECE_ROWS, COLUMNS], tl.uint32)
+    highest = tl.zeros([PIECE_ROWS], tl.float32)
+    for number in tl.range(0, span.pieces, num_stages=MOMENTUM_STAGES):
+        rows = span.first_row + number * PIECE_ROWS + tl.arange(0, PIECE_ROWS)
+        piece = Piece(rows, cols, m, n)
+        g = load_tile(pointer, piece, spec.g_dtype, spec.aligned)
+        row_roots = factor_roots(r_pointer, rows, r_end, divisor)
+        roots = inverse_roots(row_roots, col_roots, root_of_floor)
         v = g
         if dense:
-            whole = g * inverse_scale
-            v = dense_variance(entry, setting, t, whole, rows, cols, m, n, ALIGNED)
+            unscaled = g * inverse_scale
+            v = dense_variance(entry, setting, t, unscaled, piece, spec.aligned)
             roots = tl.rsqrt(tl.maximum(v, floor))
         x = g * (factor * inverse_scale)
-        if not whitens:
+        if not orthogonal:
             x *= roots  # (10)
         y = x
-        if KEEPS:
-            momentum = recalled(kept, scales, rows, cols, m, n, STORE, ALIGNED, ROWS_, COLS_)
+        if spec.stored:
+            momentum = decode_momentum(stored, piece, spec.store, spec.aligned)
             agreement += tl.sum(x * momentum, axis=0)
             power += tl.sum(x * x, axis=0)
             momentum = beta * momentum + (1.0 - beta) * x  # (12)
-            momentum = remembered(
-                kept, scales, momentum, rows, cols, m, n, STORE, ALIGNED, ROWS_, COLS_
-            )
+            momentum = encode_momentum(stored, momentum, piece, spec.store, spec.aligned)
             y = momentum * gain + share * x  # (13)
-        if whitens:
+        if orthogonal:
             y *= roots * root_of_mean
-            store_tile(o_pointer, y, rows, cols, m, n, O_KIND, ALIGNED)
+            store_tile(o_pointer, y, piece, spec.o_dtype, spec.aligned)
         else:
-            if PEAKS:
+            if spec.peaks:
                 by_row = tl.max(tl.abs(y), axis=1)  # y is 0 outside the matrix, as G and M are
                 highest = tl.maximum(highest, by_row)
                 if not dense:
                     bits = by_row.to(tl.int32, bitcast=True)
                     tl.atomic_max(place + rows, bits, mask=rows < m, sem="relaxed")
-            if DIRECT:
+            if spec.direct:
                 if dense:
-                    store_tile(tl.load(entry + COL_VAR), v, rows, cols, m, n, tl.float32, ALIGNED)
-                w = load_tile(w_pointer, rows, cols, m, n, P_KIND, ALIGNED)
+                    var_pointer = tl.load(entry + COLUMN.COL_VAR)
+                    store_tile(var_pointer, v, piece, tl.float32, spec.aligned)
+                w = load_tile(w_pointer, piece, spec.p_dtype, spec.aligned)
                 w = write_weights(
-                    w_pointer, w, y * alpha, keep, key, origin, stride, rows, cols, m, n, flags,
-                    P_KIND, ALIGNED,
-                )  # fmt: skip
+                    w_pointer, w, y * alpha, keep, noise, piece, spec.p_dtype, spec.aligned
+                )
                 total += tl.sum(w * w, axis=0)
-            elif GENERAL:
+            elif spec.general:
                 total += tl.sum(y * y, axis=0)
-            if SIGNED:
-                marks = marked(marks, y)
+            if spec.signed:
+                signs = append_signs(signs, y)
                 least = tl.minimum(least, tl.min(tl.abs(y), axis=0))
-    sums = filter_sums + tile * SUMS
-    tl.store(sums + XM, tl.sum(agreement, axis=0))
-    tl.store(sums + XX, tl.sum(power, axis=0))
-    if DIRECT:
-        tl.store(squares + tile, tl.sum(total, axis=0))
-        if tile == tl.load(entry + OWNER_TILE):
-            tl.store(tl.load(entry + STEP).to(tl.pointer_type(tl.float32)), t)
+    sums = partials.update_sums + tile * UPDATE_SUM.COUNT
+    tl.store(sums + UPDATE_SUM.XM, tl.sum(agreement, axis=0))
+    tl.store(sums + UPDATE_SUM.XX, tl.sum(power, axis=0))
+    if spec.direct:
+        tl.store(partials.weight_squares + tile, tl.sum(total, axis=0))
+        if tile == tl.load(entry + COLUMN.OWNER_TILE):
+            tl.store(tl.load(entry + COLUMN.STEP).to(tl.pointer_type(tl.float32)), t)
     else:
-        tl.store(sums + YY, tl.sum(total, axis=0))
-    if PEAKS:
+        tl.store(sums + UPDATE_SUM.YY, tl.sum(total, axis=0))
+    if spec.peaks:
         most = tl.max(highest, axis=0).to(tl.int32, bitcast=True)
-        tl.atomic_max(update_max + owner, most, sem="relaxed")
-    if SIGNED:
-        tl.store(unsigned + tile, (has_zeros(least, cols, n) | whitens).to(tl.int8))
-        if (not dense) & (not whitens):
-            tl.store(sign_places(signs, tile, ROWS_, COLS_), marks.to(tl.int32, bitcast=True))
+        tl.atomic_max(results.update_max + owner, most, sem="relaxed")
+    if spec.signed:
+        zeros = has_zeros(least, cols, n) | orthogonal
+        tl.store(partials.unsigned + tile, zeros.to(tl.int8))
+        if (not dense) & (not orthogonal):
+            tl.store(sign_places(sign_bits, tile), signs.to(tl.int32, bitcast=True))
 
 
 @triton.jit
-def input_scale(entry, setting, flags, tile_sums, row_sum_var):
-    """What of (10) is one number for each tensor: (factor of G, mean R or mean v)."""
-    first, count = tl.load(entry + OWNER_TILE), tl.load(entry + OWNER_TILES)
-    numel = tl.load(entry + NUMEL).to(tl.float32)
-    mean_square = sum_of(tile_sums, first, count, SUMS) / numel
-    if (flags & DENSE) != 0:
-        mean = sum_of(tile_sums + 1, first, count, SUMS) / numel
+def input_scale(entry, setting, flags, gradient_sums, row_var_sums):
+    """What of (10) is one number per tensor: (factor of G, mean R or mean v)."""
+    first, count = tl.load(entry + COLUMN.OWNER_TILE), tl.load(entry + COLUMN.OWNER_TILES)
+    numel = tl.load(entry + COLUMN.NUMEL).to(tl.float32)
+    mean_square = sum_of(gradient_sums, first, count, GRADIENT_SUM.COUNT) / numel
+    if (flags & FLAG.DENSE) != 0:
+        variances = gradient_sums + GRADIENT_SUM.VARIANCES
+        mean = sum_of(variances, first, count, GRADIENT_SUM.COUNT) / numel
     else:
-        mean = mean_row_var(entry, row_sum_var)
+        mean = mean_row_var(entry, row_var_sums)
     clip = tl.maximum(tl.sqrt_rn(mean_square / tl.maximum(mean, TINY)), 1.0)
-    if (flags & WHITENS) != 0:
-        clip *= tl.sqrt_rn(tl.maximum(mean, tl.load(setting + VARIANCE_FLOOR)))
-    return tl.where((flags & MAXIMIZE) != 0, -1.0, 1.0) / clip, mean
+    if (flags & FLAG.ORTHOGONAL) != 0:
+        clip *= tl.sqrt_rn(tl.maximum(mean, tl.load(setting + SETTING.VARIANCE_FLOOR)))
+    return tl.where((flags & FLAG.MAXIMIZE) != 0, -1.0, 1.0) / clip, mean
+
+
+# ------------------------------------------------------------------------- the coefficients
 
 
 @triton.jit
-def momentum_places(entry, STORE: tl.constexpr):
+def momentum_scalars(entry, setting, scalar, flags, t):
+    """The beta of (12) and the factor of the corrected momentum in (13), for one tensor."""
+    beta = tl.load(setting + SETTING.FIXED_BETA)
+    correction = one_minus_exp(t * tl.load(setting + SETTING.LOG_BETA))
+    if (flags & FLAG.ADAPTIVE) != 0:
+        sums = tl.load(entry + COLUMN.BAND_SUMS).to(tl.pointer_type(tl.float32))
+        power = tl.maximum(tl.load(sums + BAND_SUM.POWER), TINY)
+        adapted = 1.0 - tl.load(sums + BAND_SUM.AGREEMENT) / power  # (11)
+        adapted = tl.maximum(adapted, tl.load(setting + SETTING.BETA_MIN))
+        adapted = tl.minimum(adapted, tl.load(setting + SETTING.BETA_MAX))
+        beta = tl.where(t <= tl.load(setting + SETTING.WARMUP), beta, adapted)
+        correction = beta * tl.load(sums + BAND_SUM.CORRECTION) + (1.0 - beta)  # (12)
+    tl.store(scalar + SCALAR.BETA, beta)
+    tl.store(scalar + SCALAR.GAIN, (1.0 - tl.load(setting + SETTING.MIX)) / correction)
+
+
+@triton.jit
+def update_band_sums(entry, setting, scalar, update_sums, first, count, numel):
+    """FAM's sums and correction of one tensor, from the sums over its `count` tiles."""
+    sums = tl.load(entry + COLUMN.BAND_SUMS).to(tl.pointer_type(tl.float32))
+    theta, beta = tl.load(setting + SETTING.THETA), tl.load(scalar + SCALAR.BETA)
+    before = tl.load(sums + BAND_SUM.CORRECTION)
+    agreement = sum_of(update_sums + UPDATE_SUM.XM, first, count, UPDATE_SUM.COUNT) / numel
+    agreement /= tl.maximum(before, TINY)
+    power = sum_of(update_sums + UPDATE_SUM.XX, first, count, UPDATE_SUM.COUNT) / numel
+    old = tl.load(sums + BAND_SUM.AGREEMENT)
+    tl.store(sums + BAND_SUM.AGREEMENT, theta * old + (1.0 - theta) * agreement)  # (11)
+    old = tl.load(sums + BAND_SUM.POWER)
+    tl.store(sums + BAND_SUM.POWER, theta * old + (1.0 - theta) * power)
+    tl.store(sums + BAND_SUM.CORRECTION, beta * before + (1.0 - beta))  # (12)
+
+
+@triton.jit
+def one_minus_exp(z):
+    """1 - e^z for z <= 0, with all its digits near 0 too."""
+    series = 1.0 + z / 5.0 * (1.0 + z / 6.0 * (1.0 + z / 7.0 * (1.0 + z / 8.0)))
+    series = 1.0 + z / 2.0 * (1.0 + z / 3.0 * (1.0 + z / 4.0 * series))
+    return tl.where(z > -0.5, -z * series, 1.0 - tl.exp(z))
+
+
+# ------------------------------------------------------------------------ the stored values
+
+
+@triton.jit
+def stored_momentum(entry, STORE: tl.constexpr):
     """Where a matrix's stored momentum and its scales begin."""
     bytes_: tl.constexpr = STORE.primitive_bitwidth // 8
-    pointer = tl.load(entry + MOMENTUM) + tl.load(entry + START) * bytes_
-    return pointer, tl.load(entry + MOMENTUM_SCALE)
+    pointer = tl.load(entry + COLUMN.MOMENTUM) + tl.load(entry + COLUMN.START) * bytes_
+    return StoredMomentum(pointer, tl.load(entry + COLUMN.MOMENTUM_SCALE))
 
 
 @triton.jit
-def recalled(
-    pointer,
-    scales,
-    rows,
-    cols,
-    m,
-    n,
-    STORE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS_: tl.constexpr,
-    COLS_: tl.constexpr,
-):
-    """A piece of the momentum as it was stored; STORE is its dtype."""
-    momentum = load_tile(pointer, rows, cols, m, n, STORE, ALIGNED)
+def decode_momentum(stored, piece, STORE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Load a piece of the momentum as float32; STORE is the dtype in memory."""
+    momentum = load_tile(stored.pointer, piece, STORE, ALIGNED)
     if tl.int8 == STORE:
-        places, real = scale_places(scales, rows, cols, m, n, COLS_)
-        momentum *= spread(tl.load(places, mask=real, other=0.0), ROWS_, COLS_)
+        places, real = scale_places(stored.scales, piece)
+        momentum *= per_column(tl.load(places, mask=real, other=0.0))
     return momentum
 
 
 @triton.jit
-def remembered(
-    pointer,
-    scales,
-    momentum,
-    rows,
-    cols,
-    m,
-    n,
-    STORE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS_: tl.constexpr,
-    COLS_: tl.constexpr,
-):
-    """Store a piece of the momentum, return what was stored; `quantize.quantized`."""
+def encode_momentum(stored, momentum, piece, STORE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Store a piece of the momentum; return what was stored, as float32.
+
+    Int8 codes are rounded to nearest, ties to even, as in `maxfactor.rule.int8.quantized`.
+    """
     if tl.int8 == STORE:
-        blocks: tl.constexpr = COLS_ // BLOCK
-        largest = tl.max(tl.reshape(tl.abs(momentum), [ROWS_, blocks, BLOCK]), axis=2)
+        blocks: tl.constexpr = COLUMNS // MOMENTUM_BLOCK
+        size = tl.abs(momentum)
+        largest = tl.max(tl.reshape(size, [PIECE_ROWS, blocks, MOMENTUM_BLOCK]), axis=2)
         step = largest * 0.007874015748031496  # 1 / 127
-        places, real = scale_places(scales, rows, cols, m, n, COLS_)
+        places, real = scale_places(stored.scales, piece)
         tl.store(places, step, mask=real)
-        codes = momentum * spread(1.0 / tl.maximum(step, TINY), ROWS_, COLS_)
-        codes += 12582912.0  # 1.5 * 2^23: the nearest whole, ties to even, is in the lowest bits
+        codes = momentum * per_column(1.0 / tl.maximum(step, TINY))
+        codes += 12582912.0  # 1.5 * 2^23: the lowest bits now hold the nearest integer
         bytes_ = codes.to(tl.int32, bitcast=True).to(tl.int8)
-        store_tile(pointer, bytes_, rows, cols, m, n, tl.int8, ALIGNED)
-        momentum = (codes - 12582912.0) * spread(step, ROWS_, COLS_)
+        store_tile(stored.pointer, bytes_, piece, tl.int8, ALIGNED)
+        momentum = (codes - 12582912.0) * per_column(step)
     else:
-        store_tile(pointer, momentum, rows, cols, m, n, STORE, ALIGNED)
+        store_tile(stored.pointer, momentum, piece, STORE, ALIGNED)
         momentum = momentum.to(STORE).to(tl.float32)
     return momentum
 
 
 @triton.jit
-def scale_places(scales, rows, cols, m, n, COLS_: tl.constexpr):
+def scale_places(scales, piece):
     """Where the scales of a piece's stored momentum are, and which of them exist."""
-    blocks = (n + BLOCK - 1) // BLOCK
-    block = tl.min(cols, axis=0) // BLOCK + tl.arange(0, COLS_ // BLOCK)
+    blocks = (piece.n + MOMENTUM_BLOCK - 1) // MOMENTUM_BLOCK
+    first = tl.min(piece.cols, axis=0) // MOMENTUM_BLOCK
+    block = first + tl.arange(0, COLUMNS // MOMENTUM_BLOCK)
     base = scales.to(tl.pointer_type(tl.float32))
-    places = base + (rows.to(tl.int64)[:, None] * blocks + block[None, :])
-    return places, (rows < m)[:, None] & (block < blocks)[None, :]
+    places = base + (piece.rows.to(tl.int64)[:, None] * blocks + block[None, :])
+    return places, (piece.rows < piece.m)[:, None] & (block < blocks)[None, :]
 
 
 @triton.jit
-def spread(scales, ROWS_: tl.constexpr, COLS_: tl.constexpr):
-    """A value of each block as one of each column."""
-    blocks: tl.constexpr = COLS_ // BLOCK
-    wide = tl.broadcast_to(tl.expand_dims(scales, 2), [ROWS_, blocks, BLOCK])
-    return tl.reshape(wide, [ROWS_, COLS_])
+def per_column(scales):
+    """Repeat one value per block for each column of the block."""
+    blocks: tl.constexpr = COLUMNS // MOMENTUM_BLOCK
+    wide = tl.broadcast_to(tl.expand_dims(scales, 2), [PIECE_ROWS, blocks, MOMENTUM_BLOCK])
+    return tl.reshape(wide, [PIECE_ROWS, COLUMNS])

@@ -1,61 +1,56 @@
-"""How new weights are written: rounded, with a noise that repeats."""
+"""How new weights are written: with stochastic rounding, or rounded to nearest.
+
+Stochastic rounding as in Gupta et al., "Deep Learning with Limited Numerical Precision" (2015),
+https://arxiv.org/abs/1502.02551. The noise is a hash of seed, step and position, so a run repeats
+bit for bit on any grid and for any shard.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from maxfactor.backends.triton.kernels.layout import STOCHASTIC
+from maxfactor.backends.triton.kernels.layout import FLAG
 from maxfactor.backends.triton.kernels.tiles import store_tile
 
 
 @triton.jit
-def write_weights(
-    pointer,
-    w,
-    move,
-    keep,
-    key,
-    origin,
-    stride,
-    rows,
-    cols,
-    m,
-    n,
-    flags,
-    P_KIND: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    """The end of (4) and (9) for a piece: round, write, return what was written as float32."""
-    w = w * keep - move
-    if tl.float32 != P_KIND:
-        if (flags & STOCHASTIC) != 0:
-            w = rounded(w, rows, cols, stride, origin, key, P_KIND)
+def write_weights(pointer, w, move, keep, noise, piece, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Decay, move, round and write a piece of W; return what was written as float32.
+
+    The result is computed in float32 and rounded once.
+    """
+    w = w * keep - move  # (4)
+    if tl.float32 != DTYPE:
+        if (noise.flags & FLAG.STOCHASTIC) != 0:
+            w = rounded(w, piece.rows, piece.cols, noise, DTYPE)
         else:
-            w = w.to(P_KIND).to(tl.float32)
-    store_tile(pointer, w, rows, cols, m, n, P_KIND, ALIGNED)
+            w = w.to(DTYPE).to(tl.float32)
+    store_tile(pointer, w, piece, DTYPE, ALIGNED)
     return w
 
 
 @triton.jit
-def rounded(w, rows, cols, n, start, key, KIND: tl.constexpr):
-    """Stochastic rounding of a piece, bit for bit as `rounding.rounded`.
+def rounded(w, rows, cols, noise, DTYPE: tl.constexpr):
+    """Round a piece to bfloat16 or float16, bit for bit as `maxfactor.rule.rounding.rounded`.
 
-    `start` and `n` place it in the whole tensor: where the first row begins, and the next after it.
+    Random bits are added below the last one that is kept, and the rest is cut off. Subnormal
+    float16 has one fixed spacing. Infinities and NaN stay.
     """
+    start, n = noise.origin, noise.stride
     first = start + rows.to(tl.int64) * n  # 64 bits only for what a row shares
-    word = first.to(tl.uint32) * 0x9E3779B1 + (first >> 32).to(tl.uint32) * 0x7FEB352D + key
-    noise = word[:, None] + (cols.to(tl.uint32) * 0x9E3779B1)[None, :]
+    word = first.to(tl.uint32) * 0x9E3779B1 + (first >> 32).to(tl.uint32) * 0x7FEB352D + noise.key
+    bits = word[:, None] + (cols.to(tl.uint32) * 0x9E3779B1)[None, :]
     if (start + tl.max(rows, axis=0) * n + n) >> 32 != (start + tl.min(rows, axis=0) * n) >> 32:
         carried = (first & 0xFFFFFFFF)[:, None] + cols[None, :] > 0xFFFFFFFF  # into the high word
-        noise += tl.where(carried, 0x7FEB352D, 0).to(tl.uint32)
-    noise = (noise ^ (noise >> 16)) * 0x85EBCA6B
-    bits = w.to(tl.uint32, bitcast=True)
-    if tl.bfloat16 == KIND:
-        low = ((bits + (noise >> 16)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        bits += tl.where(carried, 0x7FEB352D, 0).to(tl.uint32)
+    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
+    of_w = w.to(tl.uint32, bitcast=True)
+    if tl.bfloat16 == DTYPE:
+        low = ((of_w + (bits >> 16)) & 0xFFFF0000).to(tl.float32, bitcast=True)
     else:
-        normal = ((bits + (noise >> 19)) & 0xFFFFE000).to(tl.float32, bitcast=True)
-        share = (noise >> 9).to(tl.float32) * 1.1920928955078125e-07  # 2^-23
+        normal = ((of_w + (bits >> 19)) & 0xFFFFE000).to(tl.float32, bitcast=True)
+        share = (bits >> 9).to(tl.float32) * 1.1920928955078125e-07  # 2^-23
         scaled = w * 16777216.0  # spacing 2^-24
         below = tl.floor(scaled)
         above = tl.where(scaled - below + share >= 1.0, 1.0, 0.0)
@@ -66,7 +61,7 @@ def rounded(w, rows, cols, n, start, key, KIND: tl.constexpr):
 
 @triton.jit
 def mix(x):
-    """A bijection of 32 bits; `rounding.mix` in unsigned arithmetic."""
+    """A bijection of 32 bits; `maxfactor.rule.rounding.mix` in unsigned arithmetic."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -74,5 +69,5 @@ def mix(x):
 
 @triton.jit
 def noise_key(seed_keys, group, t):
-    """One key for each step of a run; `rounding.noise_key`."""
+    """One key per step of a run; `maxfactor.rule.rounding.noise_key`."""
     return mix(tl.load(seed_keys + group).to(tl.uint32) + t.to(tl.uint32))

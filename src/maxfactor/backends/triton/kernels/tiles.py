@@ -5,53 +5,57 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from maxfactor.backends.triton.kernels.descriptors import TileSpan
 from maxfactor.backends.triton.kernels.layout import (
-    FIRST_TILE,
-    OWNER,
-    POINTERS,
-    START,
-    STRIPS,
+    ADDRESS,
+    CHUNK,
+    COLUMN,
+    COLUMNS,
+    PARTS_AT_ONCE,
+    PIECE_ROWS,
+    TILE_ROWS,
     TINY,
 )
 
 
 @triton.jit
-def places_of(pointer, rows, cols, m, n, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointers and mask of a tile.
+def places_of(pointer, piece, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointers and mask of a piece.
 
-    ALIGNED: rows start on 16 bytes and have whole pieces of 8 elements. The shifts then change
+    ALIGNED: rows start on 16 bytes and have a multiple of 8 elements. The shifts then change
     nothing, but they let the compiler see it and move 16 bytes at a time.
     """
+    n = piece.n
     if ALIGNED:
         pointer = (pointer >> 4) << 4
         n = (n >> 3) << 3
-        base = tl.multiple_of(pointer.to(tl.pointer_type(KIND)), 16)
+        base = tl.multiple_of(pointer.to(tl.pointer_type(DTYPE)), 16)
     else:
-        base = pointer.to(tl.pointer_type(KIND))
-    places = base + (rows.to(tl.int64)[:, None] * n + cols[None, :])
-    return places, (rows < m)[:, None] & (cols < n.to(tl.int32))[None, :]
+        base = pointer.to(tl.pointer_type(DTYPE))
+    places = base + (piece.rows.to(tl.int64)[:, None] * n + piece.cols[None, :])
+    return places, (piece.rows < piece.m)[:, None] & (piece.cols < n.to(tl.int32))[None, :]
 
 
 @triton.jit
-def load_tile(pointer, rows, cols, m, n, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """A piece as float32, 0 outside the matrix."""
-    places, inside = places_of(pointer, rows, cols, m, n, KIND, ALIGNED)
+def load_tile(pointer, piece, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Load a piece as float32, 0 outside the matrix."""
+    places, inside = places_of(pointer, piece, DTYPE, ALIGNED)
     return tl.load(places, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_tile(pointer, tile, rows, cols, m, n, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Write a piece that already has its final values."""
-    places, inside = places_of(pointer, rows, cols, m, n, KIND, ALIGNED)
-    tl.store(places, tile.to(KIND), mask=inside)
+def store_tile(pointer, values, piece, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Store a piece; `values` are already rounded to DTYPE."""
+    places, inside = places_of(pointer, piece, DTYPE, ALIGNED)
+    tl.store(places, values.to(DTYPE), mask=inside)
 
 
 @triton.jit
-def address(pointers, entry, column: tl.constexpr, KIND: tl.constexpr):
-    """Where a matrix of W (column 0) or of G (column 1) begins."""
-    bytes_: tl.constexpr = KIND.primitive_bitwidth // 8
-    base = tl.load(pointers + tl.load(entry + OWNER) * POINTERS + column)
-    return base + tl.load(entry + START) * bytes_
+def address_of(pointers, entry, column: tl.constexpr, DTYPE: tl.constexpr):
+    """The address of a matrix of W, of G or of the orthogonal directions."""
+    bytes_: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    base = tl.load(pointers + tl.load(entry + COLUMN.OWNER) * ADDRESS.COUNT + column)
+    return base + tl.load(entry + COLUMN.START) * bytes_
 
 
 @triton.jit
@@ -61,15 +65,15 @@ def inverse_root(x):
 
 
 @triton.jit
-def marked(marks, values):
-    """The signs of a tile's pieces so far, and of one more: the last piece has the lowest bit."""
-    return (marks << 1) | (values.to(tl.uint32, bitcast=True) >> 31)
+def append_signs(signs, values):
+    """Shift the signs of one more piece into the words of a tile."""
+    return (signs << 1) | (values.to(tl.uint32, bitcast=True) >> 31)
 
 
 @triton.jit
-def negated(size, marks, piece, pieces):
-    """`size`, which is one value for each row, with the signs of a piece."""
-    sign = (marks << (32 - pieces + piece).to(tl.uint32)) & 0x80000000
+def with_signs(size, signs, piece, pieces):
+    """`size`, one value per row, with the signs of a piece; the last has the lowest bit."""
+    sign = (signs << (32 - pieces + piece).to(tl.uint32)) & 0x80000000
     return (size.to(tl.uint32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
 
 
@@ -80,10 +84,10 @@ def has_zeros(least, cols, n):
 
 
 @triton.jit
-def sign_places(signs, tile, ROWS_: tl.constexpr, COLS_: tl.constexpr):
-    """Where the sign bits of a tile are kept."""
-    within = tl.arange(0, ROWS_)[:, None] * COLS_ + tl.arange(0, COLS_)[None, :]
-    return signs + tile.to(tl.int64) * (ROWS_ * COLS_) + within
+def sign_places(sign_bits, tile):
+    """Where the sign bits of a tile are."""
+    within = tl.arange(0, PIECE_ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    return sign_bits + tile.to(tl.int64) * (PIECE_ROWS * COLUMNS) + within
 
 
 @triton.jit
@@ -97,21 +101,21 @@ def sum_of(values, first, count, stride=1):
 
 
 @triton.jit
-def sum_down(part, parts, length, at, CHUNK_: tl.constexpr, PARTS_: tl.constexpr):
-    """The sum of `parts` vectors that lie one behind the other, always in the same order."""
-    total = tl.zeros([PARTS_, CHUNK_], tl.float32)
-    for i in range(0, parts, PARTS_):
-        which = i + tl.arange(0, PARTS_)
+def sum_down(part, parts, length, at):
+    """The sum of `parts` consecutive vectors at some places, always in the same order."""
+    total = tl.zeros([PARTS_AT_ONCE, CHUNK], tl.float32)
+    for i in range(0, parts, PARTS_AT_ONCE):
+        which = i + tl.arange(0, PARTS_AT_ONCE)
         inside = (which < parts)[:, None] & (at < length)[None, :]
         total += tl.load(part + which[:, None] * length + at[None, :], mask=inside, other=0.0)
     return tl.sum(total, axis=0)
 
 
 @triton.jit
-def within_tile(entry, tile, m, ROWS_: tl.constexpr, COLS_: tl.constexpr, TILE: tl.constexpr):
-    """Of a tile of a matrix: its first row, how many pieces it has, and its columns."""
-    strips = tl.load(entry + STRIPS).to(tl.int32)
-    local = (tile - tl.load(entry + FIRST_TILE)).to(tl.int32)
-    first_row = local // strips * TILE
-    pieces = tl.cdiv(tl.minimum(m.to(tl.int32) - first_row, TILE), ROWS_)
-    return first_row, pieces, local % strips * COLS_ + tl.arange(0, COLS_)
+def span_of(entry, tile, m):
+    """The part of a matrix that a tile covers."""
+    strips = tl.load(entry + COLUMN.STRIPS).to(tl.int32)
+    local = (tile - tl.load(entry + COLUMN.FIRST_TILE)).to(tl.int32)
+    first_row = local // strips * TILE_ROWS
+    pieces = tl.cdiv(tl.minimum(m.to(tl.int32) - first_row, TILE_ROWS), PIECE_ROWS)
+    return TileSpan(first_row, pieces, local % strips * COLUMNS + tl.arange(0, COLUMNS))

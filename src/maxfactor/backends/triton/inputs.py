@@ -1,0 +1,168 @@
+"""The tensors that a step reads and writes: where they are, and what keeps them alive."""
+
+from __future__ import annotations
+
+import operator
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from maxfactor.backends.triton.kernels.layout import Address
+from maxfactor.distributed.placement import held, held_as, is_sharded
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from maxfactor.backends.step_io import Work
+    from maxfactor.backends.triton.local_parameters import LocalParameter
+    from maxfactor.backends.triton.plan import LaunchKey
+
+# Asked of every tensor in every step; `map` with these is several times faster than a loop.
+GRAD, DTYPE, LAYOUT, VERSION = map(operator.attrgetter, ("grad", "dtype", "layout", "_version"))
+STRIDED = {torch.strided}
+
+
+class Gathered(NamedTuple):
+    """The local tensors of one step. They stay alive until the kernels are launched."""
+
+    params: list[Tensor]
+    grads: list[Tensor]  # contiguous
+    addresses: list[int]  # (tensors, Address), flat
+
+
+class Inputs:
+    """Parameters, gradients and states of a plan.
+
+    Args:
+        step_io: What the optimizer collected, in the order of the kernels.
+        params: What this rank holds of them.
+        keys: Their launch keys.
+        flat: All parameters of all groups, those without a gradient included.
+    """
+
+    def __init__(
+        self,
+        step_io: Sequence[Work],
+        params: Sequence[LocalParameter],
+        keys: Sequence[LaunchKey],
+        flat: Sequence[Tensor],
+    ) -> None:
+        self.owners = [each.param for each in step_io]  # the optimizer's parameters
+        self.states = [each.state for each in step_io]
+        self._state_tensors = list(chain.from_iterable(map(dict.values, self.states)))
+        self._flat = list(flat)
+        active = {id(param) for param in self.owners}
+        self._idle = [param for param in flat if id(param) not in active]
+        self._has_shards = any(map(is_sharded, self.owners))
+        self._grad_types = [type(each.grad) for each in step_io]
+        self._grad_dtypes = [key.grad_dtype for key in keys]
+        self._aligned = [key.aligned for key in keys]
+        local = [each.param for each in params]
+        self._layouts = layouts(local)
+        # The kernels write these in place of parameters that are not contiguous.
+        self._stand_ins = {
+            i: torch.empty_like(param, memory_format=torch.contiguous_format)
+            for i, param in enumerate(local)
+            if not param.is_contiguous()
+        }
+        self._found: list[int] = []  # where W and G were in the last step
+        self._versions: list[int] = []  # of parameters after the last step
+
+    def fit(self, flat: Sequence[Tensor], states: Mapping[Tensor, object]) -> bool:
+        """Whether tensors and states are those that the plan was made for; changes nothing."""
+        tensors = chain.from_iterable(map(dict.values, self.states))
+        if (
+            len(flat) != len(self._flat)
+            or not all(map(operator.is_, flat, self._flat))
+            or not all(map(operator.is_, map(states.get, self.owners), self.states))
+            or not all(map(operator.is_, tensors, self._state_tensors))
+            or any(param.grad is not None for param in self._idle)
+        ):
+            return False
+        return self._grads_fit(list(map(GRAD, self.owners)))
+
+    def _grads_fit(self, grads: list[Any]) -> bool:
+        """Whether gradients have the dtypes of the plan, and all addresses its alignment."""
+        if any(map(operator.is_, grads, repeat(None))) or set(map(LAYOUT, grads)) != STRIDED:
+            return False
+        if list(map(DTYPE, grads)) != self._grad_dtypes:
+            return False
+        if self._has_shards and list(map(type, grads)) != self._grad_types:
+            return False
+        params = self._local(self.owners)
+        found = list(map(Tensor.data_ptr, chain(params, self._local(grads))))
+        if found == self._found:
+            return True
+        # Tensors moved: they must still be laid out as the plan expects.
+        aligned = zip(self._aligned * 2, found, strict=True)
+        return not any(fit and at & 15 for fit, at in aligned) and layouts(params) == self._layouts
+
+    def _local(self, tensors: list[Tensor]) -> list[Tensor]:
+        """What this rank holds."""
+        return list(map(held, tensors)) if self._has_shards else tensors
+
+    def gather(self, orthogonal: list[int]) -> Gathered:
+        """Collect the local tensors and their addresses; `orthogonal` are those of directions."""
+        params, grads = self._local(self.owners), list(map(GRAD, self.owners))
+        grads_here = self._local(grads)
+        params_at, grads_at = (list(map(Tensor.data_ptr, x)) for x in (params, grads_here))
+        self._found = params_at + grads_at
+        if self._has_shards:
+            grads_here = self._placed_as_owners(grads)
+            grads_at = list(map(Tensor.data_ptr, grads_here))
+        if not all(map(Tensor.is_contiguous, grads_here)):
+            grads_here = [grad.contiguous() for grad in grads_here]
+            grads_at = list(map(Tensor.data_ptr, grads_here))
+        for i, stand_in in self._stand_ins.items():
+            params_at[i] = stand_in.copy_(params[i]).data_ptr()
+        width = len(Address)
+        addresses = [0] * (width * len(params))
+        addresses[Address.WEIGHT :: width] = params_at
+        addresses[Address.GRAD :: width] = grads_at
+        addresses[Address.ORTHOGONAL :: width] = orthogonal
+        return Gathered(params, grads_here, addresses)
+
+    def _placed_as_owners(self, grads: list[Tensor]) -> list[Tensor]:
+        """What this rank holds of the gradients, each placed as its parameter."""
+        found = list(map(held_as, grads, self.owners))
+        for i, (grad, aligned) in enumerate(zip(found, self._aligned, strict=True)):
+            if aligned and grad.data_ptr() & 15:  # it was redistributed after `fit`
+                found[i] = grad.clone()
+        return found
+
+    def versions(self, params: list[Tensor]) -> list[int]:
+        """Autograd's versions, which tell who else wrote the parameters."""
+        # In-place operations on a DTensor do not change the version of its local tensor.
+        return list(map(VERSION, chain(params, self.owners if self._has_shards else [])))
+
+    def is_unchanged(self, versions: list[int]) -> bool:
+        """Whether nobody wrote the parameters since the last step."""
+        return versions == self._versions
+
+    def write_back(self, params: list[Tensor], versions: list[int]) -> None:
+        """Finish the parameters after the launches, and tell autograd that they were written."""
+        for i, stand_in in self._stand_ins.items():
+            params[i].copy_(stand_in)
+        written = params
+        if self._stand_ins:
+            written = [p for i, p in enumerate(params) if i not in self._stand_ins]
+        if self._has_shards:
+            written = [*written, *filter(is_sharded, self.owners)]
+        increment_version(written)
+        self._versions = [version + 1 for version in versions]
+
+
+def layouts(params: Sequence[Tensor]) -> list[tuple[object, ...]]:
+    """What a plan takes for granted of each parameter, besides its address."""
+    return [(p.shape, p.dtype, p.device, p.is_contiguous()) for p in params]
+
+
+def increment_version(params: list[Tensor]) -> None:
+    """Tell autograd that the kernels wrote the parameters, as an in-place operation would."""
+    try:
+        torch.autograd.graph.increment_version(params)
+    except (AttributeError, TypeError, RuntimeError):  # an older torch takes one at a time
+        for param in params:
+            torch.autograd.graph.increment_version(param)

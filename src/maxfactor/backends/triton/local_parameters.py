@@ -1,0 +1,92 @@
+"""What this rank holds of each parameter, and which matrices that is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from maxfactor.backends.step_io import Work
+from maxfactor.backends.triton.kernels.layout import Column, Flag, Size
+from maxfactor.backends.triton.settings_rows import factoring_of, flags_of, rounds_stochastically
+from maxfactor.distributed.placement import first_index, held, local, shards_of
+
+if TYPE_CHECKING:
+    from maxfactor.backends.triton.settings_rows import Shape
+
+
+class Matrix(NamedTuple):
+    """A matrix of a local tensor."""
+
+    rows: int
+    cols: int
+    start: int  # position of the first element in the local tensor
+
+
+@dataclass(frozen=True)
+class LocalParameter(Work):
+    """What this rank holds of a parameter, its gradient and state: all, if it is not sharded.
+
+    The gradient may still have another placement than the parameter: only its dtype is used here.
+    """
+
+    whole: Shape
+    first: Shape  # index in the whole parameter of the first local element
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.whole)
+
+    @cached_property
+    def flags(self) -> Flag:
+        """What its rule does differently."""
+        return flags_of(self.hyper, self.whole, self.param.dtype)
+
+    @cached_property
+    def matrices(self) -> list[Matrix]:
+        """The matrices of the local tensor, which may have no rows or no columns.
+
+        A vector becomes full rows of one tile's width, and a shorter row for the rest.
+        """
+        if self.numel == 0:
+            return []
+        layout = factoring_of(self.hyper, self.whole)
+        if layout is not None:
+            *batch, m, n = layout.of_shard(tuple(self.param.shape)).matrix
+            return [Matrix(m, n, index * m * n) for index in range(math.prod(batch))]
+        numel, width = self.param.numel(), int(Size.COLUMNS)
+        whole = numel // width * width
+        pieces = [Matrix(whole // width, width, 0), Matrix(1, numel - whole, whole)]
+        return [piece for piece in pieces if piece.rows * piece.cols > 0]
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether 16 bytes at a time may be moved everywhere in the tensor."""
+        rows_fit = all(n % 8 == 0 and start % 8 == 0 for _, n, start in self.matrices)
+        return rows_fit and not (self.param.data_ptr() | self.grad.data_ptr()) & 15
+
+    def place_in_whole(self, matrix: Matrix, batch: int) -> dict[Column, int]:
+        """The whole matrix that a local one is a shard of, and where in the tensor it begins."""
+        layout = factoring_of(self.hyper, self.whole)
+        if layout is None:
+            m, n, origin = matrix.rows, matrix.cols, sum(self.first) + matrix.start
+        else:
+            m, n = layout.matrix[-2:]
+            strides = [math.prod(self.whole[d + 1 :]) for d in range(len(self.whole))]
+            first = sum(at * stride for at, stride in zip(self.first, strides, strict=True))
+            origin = first + batch * m * n
+        place = {Column.ALL_ROWS: m, Column.ALL_COLS: n}
+        return {**place, Column.ORIGIN: origin, Column.STRIDE: n}
+
+
+def local_parameter(step_io: Work) -> LocalParameter:
+    """The tensors that the kernels get."""
+    param, hyper = step_io.param, step_io.hyper
+    state = {key: local(value) for key, value in step_io.state.items()}
+    whole = tuple(param.shape)
+    first = (0,) * len(whole)
+    if shards_of(param) and rounds_stochastically(hyper, param.dtype):
+        first = first_index(param)
+    return LocalParameter(step_io.name, held(param), held(step_io.grad), hyper, state, whole, first)
