@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from maxfactor import checkpoint
 from maxfactor.backends.dispatch import choose
 from maxfactor.backends.guard import Guard
-from maxfactor.backends.step_io import StepInput, StepResult
+from maxfactor.backends.step_io import GroupStep, StepInput, StepResult
 from maxfactor.backends.torch.step import step as torch_step
 from maxfactor.checkpoint import MARK, STATE_FORMAT
 from maxfactor.description import Description, describe_group
@@ -34,7 +34,7 @@ from maxfactor.settings import (
 from maxfactor.state import init_state
 
 if TYPE_CHECKING:
-    from maxfactor.backends.triton.step import TritonStep
+    from maxfactor.backends.triton.step import FusedStep
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -47,13 +47,6 @@ class CheckedGroup(NamedTuple):
     values: dict[str, object]
     settings: Settings
     began_with_number: bool  # its momentum, when the group was first checked
-
-
-class GroupStep(NamedTuple):
-    """What a group contributes to a step: its rules, resolved once, and the rate of this step."""
-
-    rules: GroupRules
-    lr: float | Tensor
 
 
 class FactoredOptimizer(Optimizer):
@@ -85,7 +78,7 @@ class FactoredOptimizer(Optimizer):
         self._checked: dict[int, CheckedGroup] = {}
         self._result = StepResult()
         self._stepped: list[Tensor] = []
-        self._triton: TritonStep | None = None
+        self._fused: FusedStep | None = None
         if self._execution.fused:  # GradScaler then leaves unscaling and the check to the kernels
             self._step_supports_amp_scaling = True
 
@@ -147,8 +140,9 @@ class FactoredOptimizer(Optimizer):
     def _advance(self) -> None:
         """Take the step with the gradients that there are."""
         groups = self._groups()
-        if self._triton is not None and self._triton.fits(self.param_groups, groups, self.state):
-            self._run_triton(self._triton, groups)
+        flat = [param for group in self.param_groups for param in group["params"]]
+        if self._fused is not None and self._fused.fits(flat, groups, self.state):
+            self._run_fused(self._fused, groups)
             return
         inputs = self._inputs(groups)
         if not inputs:
@@ -161,8 +155,8 @@ class FactoredOptimizer(Optimizer):
         if backend == "torch":
             self._run_torch(inputs)
             return
-        self._triton = _triton_step(inputs, self.param_groups, groups, self._triton)
-        self._run_triton(self._triton, groups)
+        self._fused = _fused_step(inputs, flat, groups, self._fused)
+        self._run_fused(self._fused, groups)
 
     def _groups(self) -> list[GroupStep]:
         """The rules and the rate of each group; settings are checked only where they changed."""
@@ -227,15 +221,15 @@ class FactoredOptimizer(Optimizer):
             self._guard.passed()
             self._result, self._stepped = result, [each.param for each in inputs]
 
-    def _run_triton(self, triton: TritonStep, groups: list[GroupStep]) -> None:
+    def _run_fused(self, fused: FusedStep, groups: list[GroupStep]) -> None:
         """Launch a step; the device decides whether it is skipped, and counts."""
-        self._result = triton.step(
+        self._result = fused.step(
             groups,
             nonfinite=self._execution.nonfinite,
             grad_scale=getattr(self, "grad_scale", None),  # both set by GradScaler
             found_inf=getattr(self, "found_inf", None),
         )
-        self._stepped = triton.owners
+        self._stepped = fused.owners
 
     @property
     def _execution(self) -> Execution:
@@ -246,15 +240,15 @@ class FactoredOptimizer(Optimizer):
     @property
     def skipped(self) -> int:
         """How many steps were not taken because a gradient was not finite."""
-        return self._guard.skipped + (0 if self._triton is None else self._triton.skipped)
+        return self._guard.skipped + (0 if self._fused is None else self._fused.skipped)
 
     def check_skipped(self) -> None:
         """Raise if 20 steps in a row were skipped, as `step` does, which replays of a graph cannot.
 
         It waits for the device. Without graphs there is no need to call it.
         """
-        if self._triton is not None:
-            self._triton.check_skipped()
+        if self._fused is not None:
+            self._fused.check_skipped()
 
     def effective_lr(self) -> list[float]:
         """The step size that each group really used last: alpha of (3), mean over its parameters.
@@ -384,16 +378,16 @@ def _full_precision() -> ExitStack:
     return stack
 
 
-def _triton_step(
+def _fused_step(
     inputs: list[StepInput],
-    param_groups: list[dict[str, Any]],
+    flat: list[Tensor],
     groups: list[GroupStep],
-    before: TritonStep | None,
-) -> TritonStep:
-    """Build the Triton step; imported here, because Triton is not needed for the other backend."""
+    before: FusedStep | None,
+) -> FusedStep:
+    """Plan the fused step; imported here, because Triton is not needed for the other backend."""
     from maxfactor.backends.triton.step import make_step
 
-    return make_step(inputs, param_groups, groups, before)
+    return make_step(inputs, flat, groups, before)
 
 
 def _complete(optimizer: Optimizer, packed: dict[str, Any]) -> None:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from maxfactor.settings import TensorRule
+    from maxfactor.settings import GroupRules, TensorRule
     from maxfactor.state import State
+
+
+class GroupStep(NamedTuple):
+    """What a group contributes to a step: its rules, resolved once, and the rate of this step."""
+
+    rules: GroupRules
+    lr: float | Tensor
 
 
 @dataclass(frozen=True)

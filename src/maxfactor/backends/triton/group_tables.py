@@ -16,27 +16,27 @@ from maxfactor.backends.triton.settings_rows import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from maxfactor.backends.step_io import GroupStep
     from maxfactor.backends.triton.uploads import Uploads
-    from maxfactor.settings import Hyper
 
 
 class GroupTables:
     """Settings and seeds are uploaded once, learning rates whenever one of them changed."""
 
-    def __init__(self, hypers: Sequence[Hyper], uploads: Uploads) -> None:
+    def __init__(self, groups: Sequence[GroupStep], uploads: Uploads) -> None:
         self._uploads = uploads
-        self.settings = uploads.to_device([*map(settings_row, hypers)], torch.float32)
-        self.seed_keys = uploads.to_device([*map(seed_of, hypers)], torch.int32)
-        self._rates = torch.zeros(len(hypers), dtype=torch.float32, device=uploads.device)
+        self.settings = uploads.to_device([*map(settings_row, groups)], torch.float32)
+        self.seed_keys = uploads.to_device([*map(seed_of, groups)], torch.int32)
+        self._rates = torch.zeros(len(groups), dtype=torch.float32, device=uploads.device)
         self._values: list[float] = []
         own = self._rates.data_ptr()
-        addresses = [rate_address(hyper) for hyper in hypers]
+        addresses = [rate_address(group) for group in groups]
         # Where the kernels find each group's rate: the user's tensor, or ours.
-        self.rate_addresses = [at or own + 4 * group for group, at in enumerate(addresses)]
+        self.rate_addresses = [at or own + 4 * index for index, at in enumerate(addresses)]
 
-    def update_rates(self, hypers: Sequence[Hyper]) -> None:
+    def update_rates(self, groups: Sequence[GroupStep]) -> None:
         """Upload the learning rates that the host knows."""
-        values = [rate_value(hyper) for hyper in hypers]
+        values = [rate_value(group) for group in groups]
         if values != self._values:
             uploaded = self._uploads.to_device(values, torch.float32)
             self._rates.copy_(uploaded, non_blocking=True)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from maxfactor.backends.triton.kernels.layout import Address
-from maxfactor.distributed.placement import held, held_as, is_sharded
+from maxfactor.distributed.placement import is_sharded, local_as, local_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from maxfactor.backends.step_io import Work
+    from maxfactor.backends.step_io import StepInput
     from maxfactor.backends.triton.local_parameters import LocalParameter
     from maxfactor.backends.triton.plan import LaunchKey
 
@@ -44,7 +44,7 @@ class Inputs:
 
     def __init__(
         self,
-        step_io: Sequence[Work],
+        step_io: Sequence[StepInput],
         params: Sequence[LocalParameter],
         keys: Sequence[LaunchKey],
         flat: Sequence[Tensor],
@@ -101,7 +101,7 @@ class Inputs:
 
     def _local(self, tensors: list[Tensor]) -> list[Tensor]:
         """What this rank holds."""
-        return list(map(held, tensors)) if self._has_shards else tensors
+        return list(map(local_tensor, tensors)) if self._has_shards else tensors
 
     def gather(self, orthogonal: list[int]) -> Gathered:
         """Collect the local tensors and their addresses; `orthogonal` are those of directions."""
@@ -126,7 +126,7 @@ class Inputs:
 
     def _placed_as_owners(self, grads: list[Tensor]) -> list[Tensor]:
         """What this rank holds of the gradients, each placed as its parameter."""
-        found = list(map(held_as, grads, self.owners))
+        found = list(map(local_as, grads, self.owners))
         for i, (grad, aligned) in enumerate(zip(found, self._aligned, strict=True)):
             if aligned and grad.data_ptr() & 15:  # it was redistributed after `fit`
                 found[i] = grad.clone()

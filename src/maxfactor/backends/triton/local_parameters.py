@@ -7,13 +7,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from maxfactor.backends.step_io import Work
 from maxfactor.backends.triton.kernels.layout import Column, Flag, Size
-from maxfactor.backends.triton.settings_rows import factoring_of, flags_of, rounds_stochastically
-from maxfactor.distributed.placement import first_index, held, local, shards_of
+from maxfactor.backends.triton.settings_rows import flags_of
+from maxfactor.distributed.placement import first_index, local, local_tensor, shards_of
+from maxfactor.state import factoring
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from maxfactor.backends.step_io import StepInput
     from maxfactor.backends.triton.settings_rows import Shape
+    from maxfactor.settings import TensorRule
+    from maxfactor.state import State
 
 
 class Matrix(NamedTuple):
@@ -25,12 +30,17 @@ class Matrix(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LocalParameter(Work):
+class LocalParameter:
     """What this rank holds of a parameter, its gradient and state: all, if it is not sharded.
 
     The gradient may still have another placement than the parameter: only its dtype is used here.
     """
 
+    param: Tensor
+    grad: Tensor
+    rule: TensorRule
+    group: int  # index of the parameter's group
+    state: State
     whole: Shape
     first: Shape  # index in the whole parameter of the first local element
 
@@ -42,7 +52,7 @@ class LocalParameter(Work):
     @cached_property
     def flags(self) -> Flag:
         """What its rule does differently."""
-        return flags_of(self.hyper, self.whole, self.param.dtype)
+        return flags_of(self.rule, self.whole, self.param.dtype)
 
     @cached_property
     def matrices(self) -> list[Matrix]:
@@ -52,7 +62,7 @@ class LocalParameter(Work):
         """
         if self.numel == 0:
             return []
-        layout = factoring_of(self.hyper, self.whole)
+        layout = factoring(self.whole, self.rule.factor)
         if layout is not None:
             *batch, m, n = layout.of_shard(tuple(self.param.shape)).matrix
             return [Matrix(m, n, index * m * n) for index in range(math.prod(batch))]
@@ -69,7 +79,7 @@ class LocalParameter(Work):
 
     def place_in_whole(self, matrix: Matrix, batch: int) -> dict[Column, int]:
         """The whole matrix that a local one is a shard of, and where in the tensor it begins."""
-        layout = factoring_of(self.hyper, self.whole)
+        layout = factoring(self.whole, self.rule.factor)
         if layout is None:
             m, n, origin = matrix.rows, matrix.cols, sum(self.first) + matrix.start
         else:
@@ -81,12 +91,13 @@ class LocalParameter(Work):
         return {**place, Column.ORIGIN: origin, Column.STRIDE: n}
 
 
-def local_parameter(step_io: Work) -> LocalParameter:
+def local_parameter(step_io: StepInput) -> LocalParameter:
     """The tensors that the kernels get."""
-    param, hyper = step_io.param, step_io.hyper
+    param, rule = step_io.param, step_io.rule
     state = {key: local(value) for key, value in step_io.state.items()}
     whole = tuple(param.shape)
     first = (0,) * len(whole)
-    if shards_of(param) and rounds_stochastically(hyper, param.dtype):
+    if shards_of(param) and rule.is_stochastic(param.dtype):
         first = first_index(param)
-    return LocalParameter(step_io.name, held(param), held(step_io.grad), hyper, state, whole, first)
+    grad = local_tensor(step_io.grad)
+    return LocalParameter(local_tensor(param), grad, rule, step_io.group, state, whole, first)

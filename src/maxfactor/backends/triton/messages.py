@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from maxfactor.distributed.reductions import Share, combined
+from maxfactor.distributed.reductions import Reduction, reduce_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -40,10 +40,10 @@ class Message:
             index = torch.cat([torch.arange(0, device="cpu"), *map(as_index, places)])
             self._indices[groups] = index.to(device)
 
-    def shares(self, buffer: Tensor) -> list[Share]:
+    def shares(self, buffer: Tensor) -> list[Reduction]:
         """The values of this rank."""
         own = self._indices.items()
-        return [Share(buffer[index], groups, self.is_sum) for groups, index in own]
+        return [Reduction(buffer[index], groups, self.is_sum) for groups, index in own]
 
     def take(self, buffer: Tensor, values: Iterable[Tensor]) -> None:
         """Write the values of all ranks."""
@@ -59,6 +59,6 @@ def as_index(places: range) -> Tensor:
 def exchange(messages: Sequence[tuple[Message, Tensor]], groups: Sequence[ProcessGroup]) -> None:
     """Combine several messages, each with its buffer, by one all-reduce per process group."""
     shares = [message.shares(buffer) for message, buffer in messages]
-    values = iter(combined([share for own in shares for share in own], groups))
+    values = iter(reduce_all([share for own in shares for share in own], groups))
     for (message, buffer), own in zip(messages, shares, strict=True):
         message.take(buffer, [next(values) for _ in own])

@@ -140,9 +140,7 @@ class LaunchPlan:
         self.tasks: list[tuple[int, int, int]] = []  # rows of `Tables.tasks`
         self.sizes = BufferSizes()
         self._general = {
-            key
-            for key, param in zip(keys, params, strict=True)
-            if is_general(param.hyper, param.flags)
+            key for key, param in zip(keys, params, strict=True) if is_general(param.rule)
         }
         self._groups: dict[LaunchKey, LaunchGroup] = {}
         for owner, (param, key, index) in enumerate(zip(params, keys, group_of, strict=True)):
@@ -254,8 +252,8 @@ def keys_of(params: Sequence[LocalParameter]) -> list[LaunchKey]:
             param_dtype=param.param.dtype,
             grad_dtype=param.grad.dtype,
             aligned=param.is_aligned,
-            store=store_of(param.hyper, param.whole),
-            direct=is_direct(param.hyper, param.flags),
+            store=store_of(param.rule),
+            direct=is_direct(param.rule),
         )
         for param in params
     ]

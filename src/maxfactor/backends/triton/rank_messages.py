@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from maxfactor.backends.torch.sharded import groups_over
 from maxfactor.backends.triton.kernels.layout import (
     Column,
     Extreme,
@@ -14,12 +13,14 @@ from maxfactor.backends.triton.kernels.layout import (
     UpdateSum,
 )
 from maxfactor.backends.triton.messages import Message
-from maxfactor.backends.triton.settings_rows import factoring_of, is_general
+from maxfactor.backends.triton.settings_rows import is_general
+from maxfactor.distributed.reductions import groups_over
+from maxfactor.state import factoring
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from maxfactor.backends.step_io import Work
+    from maxfactor.backends.step_io import StepInput
     from maxfactor.backends.triton.plan import LaunchPlan
 
 BY_MEAN = Flag.ADAFACTOR | Flag.FACTORED | Flag.WITH_MOMENTUM  # R is divided by its mean
@@ -38,7 +39,7 @@ class RankMessages:
 
     def __init__(
         self,
-        step_io: Sequence[Work],
+        step_io: Sequence[StepInput],
         owner_of: Sequence[int],
         plan: LaunchPlan,
         combined: list[list[int]],
@@ -59,7 +60,7 @@ class RankMessages:
         """The combined rows of a tensor's matrices."""
         return [self._combined[k] for k in self._plan.matrices_of(owner)]
 
-    def _add_tensor(self, step_io: Work, owner: int) -> None:
+    def _add_tensor(self, step_io: StepInput, owner: int) -> None:
         """The sums and the largest update of a tensor."""
         flags = self._rows_of(owner)[0][Column.FLAGS]
         everywhere = groups_over(step_io.param, range(step_io.param.dim()))
@@ -72,15 +73,15 @@ class RankMessages:
         updates = range(owner * len(UpdateSum), (owner + 1) * len(UpdateSum))
         if flags & Flag.ADAPTIVE:
             self.update_sums.add(everywhere, updates[UpdateSum.XM : UpdateSum.YY])
-        needs_norm = is_general(step_io.hyper, flags)
+        needs_norm = is_general(step_io.rule)
         if needs_norm:
             self.update_sums.add(everywhere, updates[UpdateSum.YY :])
         self.rescales |= bool(flags & Flag.WITH_MOMENTUM) or needs_norm
 
-    def _add_matrices(self, step_io: Work, owner: int) -> None:
+    def _add_matrices(self, step_io: StepInput, owner: int) -> None:
         """The sums and maxima of a tensor's rows and columns."""
         param = step_io.param
-        layout = factoring_of(step_io.hyper, tuple(param.shape))
+        layout = factoring(tuple(param.shape), step_io.rule.factor)
         if layout is None:
             return
         dims = range(param.dim())

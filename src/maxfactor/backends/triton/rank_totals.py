@@ -40,7 +40,7 @@ from maxfactor.backends.triton.kernels.shards import (
 from maxfactor.backends.triton.launches import FUSION, launch_finalize, launch_rescale
 from maxfactor.backends.triton.messages import exchange
 from maxfactor.backends.triton.rank_messages import BY_MEAN, RankMessages
-from maxfactor.distributed.reductions import Share, combined
+from maxfactor.distributed.reductions import Reduction, reduce_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from maxfactor.backends.step_io import Work
+    from maxfactor.backends.step_io import StepInput
     from maxfactor.backends.triton.buffers import Buffers
     from maxfactor.backends.triton.kernels.descriptors import Tables
     from maxfactor.backends.triton.launches import Scaling
@@ -73,7 +73,7 @@ class RankTotals:
 
     def __init__(
         self,
-        step_io: Sequence[Work],
+        step_io: Sequence[StepInput],
         order: Sequence[int],
         plan: LaunchPlan,
         buffers: Buffers,
@@ -167,8 +167,8 @@ class RankTotals:
         seen = results.counters[Counter.SEEN : Counter.SEEN + 1]
         flags = torch.cat([seen, results.nonfinite[self._in_order]]).to(torch.float32)
         flags = torch.cat([found_inf.reshape(1).to(torch.float32), flags])
-        shares = [*self._messages.sums.shares(totals), Share(flags, self._groups)]
-        *values, flags = combined(shares, self._groups)
+        shares = [*self._messages.sums.shares(totals), Reduction(flags, self._groups)]
+        *values, flags = reduce_all(shares, self._groups)
         self._messages.sums.take(totals, values)
         raised = (flags > 0.0).to(torch.int32)
         seen.copy_(raised[1:2])
@@ -215,7 +215,7 @@ def combined_rows(plan: LaunchPlan, starts: dict[str, int]) -> list[list[int]]:
     return table
 
 
-def uncounted_steps(plan: LaunchPlan, step_io: Sequence[Work]) -> list[Tensor]:
+def uncounted_steps(plan: LaunchPlan, step_io: Sequence[StepInput]) -> list[Tensor]:
     """The step counts of tensors without a tile on this rank, which no kernel increments."""
     firsts = [plan.matrices[k] for k in plan.first_matrix]
     return [

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from maxfactor.backends.step_io import Outcome
-from maxfactor.backends.torch.sharded import process_groups
+from maxfactor.backends.step_io import StepResult
 from maxfactor.backends.triton.buffers import Buffers
 from maxfactor.backends.triton.group_tables import GroupTables
 from maxfactor.backends.triton.inputs import Inputs
@@ -25,14 +24,14 @@ from maxfactor.backends.triton.rank_totals import RankTotals
 from maxfactor.backends.triton.settings_rows import fixed_settings
 from maxfactor.backends.triton.status import StepStatus
 from maxfactor.backends.triton.uploads import Uploads, is_capturing, on_device
+from maxfactor.distributed.reductions import process_groups
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from maxfactor.backends.step_io import Work
-    from maxfactor.settings import Hyper
+    from maxfactor.backends.step_io import GroupStep, StepInput
 
 
 class FusedStep:
@@ -41,15 +40,15 @@ class FusedStep:
     Args:
         step_io: What the optimizer collected; their states' `step` moves to the device.
         flat: All parameters of all groups, those without a gradient included.
-        hypers: The settings of all groups.
+        groups: The rules and rates of all groups.
         status: The status of a predecessor, whose counters are carried on.
     """
 
     def __init__(
         self,
-        step_io: Sequence[Work],
+        step_io: Sequence[StepInput],
         flat: Sequence[Tensor],
-        hypers: Sequence[Hyper],
+        groups: Sequence[GroupStep],
         status: StepStatus | None = None,
     ) -> None:
         self._device = step_io[0].param.device
@@ -61,21 +60,21 @@ class FusedStep:
         order = sorted(range(len(params)), key=lambda index: (str(keys[index]), index))
         params, keys = [params[i] for i in order], [keys[i] for i in order]
         ordered = [step_io[i] for i in order]
-        group_of = {id(hyper): index for index, hyper in enumerate(hypers)}
-        groups = process_groups(step_io)
-        self._fixed = [fixed_settings(hyper) for hyper in hypers]
+        ranks = process_groups(each.param for each in step_io)
+        self._fixed = [*map(fixed_settings, groups)]
         self._uploads = uploads = Uploads(self._device)
-        self._group_tables = GroupTables(hypers, uploads)
-        indices = [group_of[id(param.hyper)] for param in params]
-        plan = LaunchPlan(params, keys, indices, self._group_tables.rate_addresses)
+        self._group_tables = GroupTables(groups, uploads)
+        plan = LaunchPlan(
+            params, keys, [each.group for each in params], self._group_tables.rate_addresses
+        )
         self._inputs = Inputs(ordered, params, keys, flat)
         self.owners = self._inputs.owners  # the optimizer's parameters, in the kernels' order
         names = [each.name for each in ordered]
-        self.status = StepStatus(names, self._device, status, waits=bool(groups))
+        self.status = StepStatus(names, self._device, status, waits=bool(ranks))
         self._buffers = buffers = Buffers(plan, self.status)
         self._totals: LocalTotals | RankTotals = LocalTotals(plan, buffers)
-        if groups:
-            self._totals = RankTotals(step_io, order, plan, buffers, uploads, groups)
+        if ranks:
+            self._totals = RankTotals(step_io, order, plan, buffers, uploads, ranks)
         self._orthogonal = OrthogonalBuffer(params)
         self._addresses: list[int] = []
         self._tables = self._upload(plan)
@@ -113,25 +112,25 @@ class FusedStep:
         self.status.check_skipped()
 
     def fits(
-        self, flat: Sequence[Tensor], hypers: Sequence[Hyper], states: Mapping[Tensor, object]
+        self, flat: Sequence[Tensor], groups: Sequence[GroupStep], states: Mapping[Tensor, object]
     ) -> bool:
         """Whether tensors, states and settings are those of the plan; changes nothing."""
-        fixed = [fixed_settings(hyper) for hyper in hypers]
+        fixed = [*map(fixed_settings, groups)]
         return fixed == self._fixed and self._inputs.fit(flat, states)
 
     def step(
         self,
-        hypers: Sequence[Hyper],
+        groups: Sequence[GroupStep],
         *,
         nonfinite: str,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
-    ) -> Outcome:
+    ) -> StepResult:
         """Launch one step, which does nothing if a gradient is not finite or `found_inf` is set."""
         capturing = is_capturing(self._device)
         if not capturing:  # a capture may not ask whether an event has passed
             self.status.raise_if_given_up()
-        self._group_tables.update_rates(hypers)
+        self._group_tables.update_rates(groups)
         orthogonal = self._orthogonal.allocate(len(self.owners))
         gathered = self._inputs.gather(orthogonal)
         self._update_addresses(gathered.addresses)
@@ -152,7 +151,7 @@ class FusedStep:
             self.status.raise_if_skipped()
         elif nonfinite != "ignore":
             self.status.request_report()
-        return Outcome(self._buffers.results.scalars[:, Scalar.ALPHA])
+        return StepResult(self._buffers.results.scalars[:, Scalar.ALPHA])
 
     def _update_addresses(self, addresses: list[int]) -> None:
         """Upload the addresses of W, G and O if one of them changed."""
@@ -179,10 +178,10 @@ class FusedStep:
 
 
 def make_step(
-    step_io: Sequence[Work],
+    step_io: Sequence[StepInput],
     flat: Sequence[Tensor],
-    hypers: Sequence[Hyper],
+    groups: Sequence[GroupStep],
     previous: FusedStep | None = None,
 ) -> FusedStep:
     """Plan the steps of a list of tensors; the counters of a `previous` plan are carried on."""
-    return FusedStep(step_io, flat, hypers, None if previous is None else previous.status)
+    return FusedStep(step_io, flat, groups, None if previous is None else previous.status)
