@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from maxfactor_speech import checkpoint
-from maxfactor_speech.model import Codec, Size, whisper
-from maxfactor_speech.preparation import Prepared
-from maxfactor_speech.shards import Spoken
+from maxfactor_speech.training import checkpoint
+from maxfactor_speech.training.model import Codec, Size, whisper
+from maxfactor_speech.training.preparation import Prepared
+from maxfactor_speech.data.shards import Spoken
 
 LETTERS = "abcdefgh"
 

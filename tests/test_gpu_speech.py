@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from cases import no_host_sync
-from maxfactor_speech import checkpoint, train
-from maxfactor_speech.evaluate import Evaluation
-from maxfactor_speech.graphs import UpdateGraph
-from maxfactor_speech.preparation import Prepared
-from maxfactor_speech.settings import Settings
-from maxfactor_speech.trainer import Trainer, repeatable
+from maxfactor_speech.training import checkpoint
+from maxfactor_speech.training import loop as train
+from maxfactor_speech.training.evaluation import Evaluation
+from maxfactor_speech.training.cuda_graphs import UpdateGraph
+from maxfactor_speech.training.preparation import Prepared
+from maxfactor_speech.training.settings import Settings
+from maxfactor_speech.training.trainer import Trainer, repeatable
 from noise import prepared, weights
 
 pytestmark = [

@@ -21,19 +21,19 @@ import torch
 from typer.testing import CliRunner
 
 from maxfactor.backends.guard import given_up
-from maxfactor_speech import checkpoint
-from maxfactor_speech import compare as comparing
-from maxfactor_speech import settings as settings_module
-from maxfactor_speech.audio import InputError
 from maxfactor_speech.cli import app
-from maxfactor_speech.compare import Outcome, Plan, Run, compare
-from maxfactor_speech.lock import alone_in
-from maxfactor_speech.optimizers import default_lr, names
+from maxfactor_speech.compare import comparison as comparing
+from maxfactor_speech.compare.comparison import Outcome, Plan, Run, compare
+from maxfactor_speech.compare.report import report
+from maxfactor_speech.data.audio import InputError
 from maxfactor_speech.processes import in_processes
-from maxfactor_speech.report import report
-from maxfactor_speech.settings import Settings, read_settings
-from maxfactor_speech.train import DivergedError, train
-from maxfactor_speech.trainer import Trainer
+from maxfactor_speech.training import checkpoint
+from maxfactor_speech.training import settings as settings_module
+from maxfactor_speech.training.folder_lock import alone_in
+from maxfactor_speech.training.loop import DivergedError, train
+from maxfactor_speech.training.optimizers import default_lr, names
+from maxfactor_speech.training.settings import Settings, read_settings
+from maxfactor_speech.training.trainer import Trainer
 
 BASE = Settings(
     steps=2, batch_size=2, utterances=8, validation_utterances=2, evaluate_every=1, device="cpu"

@@ -17,9 +17,11 @@ import soundfile
 import torch
 from transformers import WhisperFeatureExtractor
 
-from maxfactor_speech import audio, corpus, files, shards, synth
-from maxfactor_speech.audio import SAMPLE_RATE, InputError
-from maxfactor_speech.data import (
+from maxfactor_speech.data import audio, corpus, shards
+from maxfactor_speech.data import recordings as files
+from maxfactor_speech.data import synthesis as synth
+from maxfactor_speech.data.audio import SAMPLE_RATE, InputError
+from maxfactor_speech.data.batches import (
     Batch,
     Order,
     Shape,
@@ -29,10 +31,10 @@ from maxfactor_speech.data import (
     seconds_needed,
     training_batches,
 )
-from maxfactor_speech.features import draw_stretches, log_mel, mel_filters, spec_augment
-from maxfactor_speech.model import IGNORED, Codec
-from maxfactor_speech.shards import Shards, Spoken
-from maxfactor_speech.synth import Espeak, Location, Script, Utterance
+from maxfactor_speech.data.features import draw_stretches, log_mel, mel_filters, spec_augment
+from maxfactor_speech.data.shards import Shards, Spoken
+from maxfactor_speech.data.synthesis import Espeak, Location, Script, Utterance
+from maxfactor_speech.training.model import IGNORED, Codec
 
 LANGUAGES = ("en", "de", "es")
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, WhisperForConditionalGeneration
 
-from maxfactor_speech import optimizers
-from maxfactor_speech.audio import InputError
-from maxfactor_speech.evaluate import Evaluation, Example, decode, in_batches, transcribe
-from maxfactor_speech.graphs import is_random
-from maxfactor_speech.model import IGNORED, SIZES, Codec, Size, encode, loss_of, whisper
-from maxfactor_speech.preparation import task_codec
+from maxfactor_speech.data.audio import InputError
+from maxfactor_speech.training import optimizers
+from maxfactor_speech.training.cuda_graphs import is_random
+from maxfactor_speech.training.evaluation import Evaluation, Example, decode, in_batches, transcribe
+from maxfactor_speech.training.model import IGNORED, SIZES, Codec, Size, encode, loss_of, whisper
+from maxfactor_speech.training.preparation import task_codec
 
 SMALL = Size(32, 2, 2)
 

@@ -18,15 +18,16 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import maxfactor
-from maxfactor_speech import checkpoint, train
-from maxfactor_speech.audio import InputError
 from maxfactor_speech.cli import app
-from maxfactor_speech.features import draw_stretches, spec_augment
-from maxfactor_speech.lock import alone_in
-from maxfactor_speech.metrics import read_metrics
-from maxfactor_speech.parallel import Ranks as Processes
-from maxfactor_speech.settings import Settings
-from maxfactor_speech.trainer import Trainer
+from maxfactor_speech.data.audio import InputError
+from maxfactor_speech.data.features import draw_stretches, spec_augment
+from maxfactor_speech.training import checkpoint
+from maxfactor_speech.training import loop as train
+from maxfactor_speech.training.folder_lock import alone_in
+from maxfactor_speech.training.metrics import read_metrics
+from maxfactor_speech.training.parallel import Ranks as Processes
+from maxfactor_speech.training.settings import Settings
+from maxfactor_speech.training.trainer import Trainer
 from noise import prepared, weights
 from ranks import Ranks
 

@@ -27,18 +27,21 @@ from transformers import WhisperForConditionalGeneration
 from typer.testing import CliRunner
 
 import maxfactor
-from maxfactor import cli
-from maxfactor_speech import checkpoint, files, synth, train
-from maxfactor_speech.audio import SAMPLE_RATE, InputError
+from maxfactor_speech import cli
 from maxfactor_speech.cli import app
-from maxfactor_speech.evaluate import Evaluation
-from maxfactor_speech.lock import alone_in
-from maxfactor_speech.metrics import METRICS, Metrics
-from maxfactor_speech.preparation import Prepared, prepare
-from maxfactor_speech.progress import Bar, Pace
-from maxfactor_speech.settings import Settings, rate_factor
-from maxfactor_speech.shards import Shards, write_whole
-from maxfactor_speech.trainer import Trainer
+from maxfactor_speech.data import recordings as files
+from maxfactor_speech.data import synthesis as synth
+from maxfactor_speech.data.audio import SAMPLE_RATE, InputError
+from maxfactor_speech.data.shards import Shards, write_whole
+from maxfactor_speech.training import checkpoint
+from maxfactor_speech.training import loop as train
+from maxfactor_speech.training.evaluation import Evaluation
+from maxfactor_speech.training.folder_lock import alone_in
+from maxfactor_speech.training.metrics import METRICS, Metrics
+from maxfactor_speech.training.preparation import Prepared, prepare
+from maxfactor_speech.training.progress import Bar, Pace
+from maxfactor_speech.training.settings import Settings, rate_factor
+from maxfactor_speech.training.trainer import Trainer
 from noise import prepared as noise_prepared
 from noise import weights
 

@@ -18,9 +18,9 @@ except ImportError:
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from maxfactor_speech.evaluate import Evaluation
-    from maxfactor_speech.settings import Settings
-    from maxfactor_speech.train import Result
+    from maxfactor_speech.training.evaluation import Evaluation
+    from maxfactor_speech.training.loop import Result
+    from maxfactor_speech.training.settings import Settings
 
 STEPS = 500  # as in the settings, which take long to import
 WRONG_INPUT = 2
@@ -194,7 +194,7 @@ def transcribe(
     Example: maxfactor transcribe runs/digits-speech recording.wav
     """
     with _one_line_errors():
-        from maxfactor_speech.transcription import transcribe_files
+        from maxfactor_speech.training.transcription import transcribe_files
 
         for path, text in transcribe_files(model, audio, device):
             typer.echo(text if len(audio) == 1 else f"{path}\t{text}")
@@ -232,8 +232,8 @@ def main() -> None:
 
 def _settings(given: dict[str, Any], out: Path | None, resume: bool) -> Settings:
     """What was given, and where it was not the defaults, or what the training began with."""
-    from maxfactor_speech.audio import InputError
-    from maxfactor_speech.settings import Settings, read_settings
+    from maxfactor_speech.data.audio import InputError
+    from maxfactor_speech.training.settings import Settings, read_settings
 
     if resume and out is None:
         raise InputError("--resume needs --out, the folder of the training to go on with")
@@ -269,10 +269,10 @@ def _train(
 ) -> None:
     from rich.console import Console
 
-    from maxfactor_speech import train as training
-    from maxfactor_speech.parallel import is_first
-    from maxfactor_speech.progress import Silent
-    from maxfactor_speech.progress import reporter as make_reporter
+    from maxfactor_speech.training import loop as training
+    from maxfactor_speech.training.parallel import is_first
+    from maxfactor_speech.training.progress import Silent
+    from maxfactor_speech.training.progress import reporter as make_reporter
 
     reporter = make_reporter(Console()) if is_first() else Silent()
     try:
@@ -323,8 +323,7 @@ def _compare(
     out: Path,
     cache: Path | None,
 ) -> None:
-    from maxfactor_speech.audio import InputError, write
-    from maxfactor_speech.compare import (
+    from maxfactor_speech.compare.comparison import (
         RUNS,
         Plan,
         best_label,
@@ -335,10 +334,11 @@ def _compare(
         mean_wer,
         tried,
     )
-    from maxfactor_speech.preparation import prepare
-    from maxfactor_speech.report import report
-    from maxfactor_speech.shards import check_writable, write_whole
-    from maxfactor_speech.train import check_beforehand, check_model
+    from maxfactor_speech.compare.report import report
+    from maxfactor_speech.data.audio import InputError, write
+    from maxfactor_speech.data.shards import check_writable, write_whole
+    from maxfactor_speech.training.loop import check_beforehand, check_model
+    from maxfactor_speech.training.preparation import prepare
 
     try:
         plan = Plan(settings, names, seeds, tune, same_time)
@@ -373,8 +373,8 @@ def _compare(
 
 def _summary(settings: Settings, out: Path, result: Result, evaluation: Evaluation) -> None:
     """The last lines: how good it is, where it is, and how to use it."""
-    from maxfactor_speech.audio import write
-    from maxfactor_speech.metrics import METRICS
+    from maxfactor_speech.data.audio import write
+    from maxfactor_speech.training.metrics import METRICS
 
     example = out / "example.wav"
     write(example, result.trainer.prepared.validation[0].samples)
@@ -400,8 +400,8 @@ def _command() -> str:
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
     """A wrong input is told in one line, with exit status 2."""
-    from maxfactor_speech.audio import InputError
-    from maxfactor_speech.parallel import is_first
+    from maxfactor_speech.data.audio import InputError
+    from maxfactor_speech.training.parallel import is_first
 
     try:
         yield

@@ -10,7 +10,7 @@ from itertools import islice
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from maxfactor_speech.audio import InputError
+from maxfactor_speech.data.audio import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable

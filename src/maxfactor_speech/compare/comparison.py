@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from maxfactor_speech.audio import InputError
-from maxfactor_speech.metrics import read_metrics
-from maxfactor_speech.optimizers import default_lr
-from maxfactor_speech.preparation import prepare
+from maxfactor_speech.data.audio import InputError
+from maxfactor_speech.data.shards import write_whole
 from maxfactor_speech.processes import in_processes
-from maxfactor_speech.progress import Lines
-from maxfactor_speech.settings import SETTINGS, Settings, check_same
-from maxfactor_speech.shards import write_whole
-from maxfactor_speech.train import DivergedError, Result, train
+from maxfactor_speech.training.loop import DivergedError, Result, train
+from maxfactor_speech.training.metrics import read_metrics
+from maxfactor_speech.training.optimizers import default_lr
+from maxfactor_speech.training.preparation import prepare
+from maxfactor_speech.training.progress import Lines
+from maxfactor_speech.training.settings import SETTINGS, Settings, check_same
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from maxfactor_speech.preparation import Prepared
-    from maxfactor_speech.trainer import Trainer
+    from maxfactor_speech.training.preparation import Prepared
+    from maxfactor_speech.training.trainer import Trainer
 
 RESULT = "result.json"
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0)  # shares of an optimizer's own rate that are tried

@@ -11,7 +11,7 @@ from torch import nn
 import maxfactor
 from maxfactor.backends.dispatch import has_triton
 from maxfactor.recipes import BY_KIND, RECIPES, find_recipe
-from maxfactor_speech.audio import InputError
+from maxfactor_speech.data.audio import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,8 +7,8 @@ import shutil
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from maxfactor_speech.audio import InputError
-from maxfactor_speech.shards import check_writable
+from maxfactor_speech.data.audio import InputError
+from maxfactor_speech.data.shards import check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from maxfactor_speech import checkpoint, corpus, files, synth
-from maxfactor_speech.audio import InputError
-from maxfactor_speech.data import Utterances, seconds_needed
-from maxfactor_speech.model import POSITIONS_PER_SECOND, SIZES, Codec, whisper
-from maxfactor_speech.progress import Reporter, Silent
+from maxfactor_speech.data import corpus
+from maxfactor_speech.data import recordings as files
+from maxfactor_speech.data import synthesis as synth
+from maxfactor_speech.data.audio import InputError
+from maxfactor_speech.data.batches import Utterances, seconds_needed
+from maxfactor_speech.training import checkpoint
+from maxfactor_speech.training.model import POSITIONS_PER_SECOND, SIZES, Codec, whisper
+from maxfactor_speech.training.progress import Reporter, Silent
 
 if TYPE_CHECKING:
     from transformers import WhisperForConditionalGeneration
 
-    from maxfactor_speech.settings import Settings
+    from maxfactor_speech.training.settings import Settings
 
 MAX_TOKENS = {"digits": 16, "sentences": 96}
 

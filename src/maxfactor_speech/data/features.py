@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Generator, Tensor
 
-from maxfactor_speech.audio import FULL_SCALE, SAMPLE_RATE
+from maxfactor_speech.data.audio import FULL_SCALE, SAMPLE_RATE
 
 WINDOW = 400  # samples, 25 ms
 HOP = 160  # samples, 10 ms

@@ -13,9 +13,8 @@ from torch import Generator, Tensor, nn
 
 from maxfactor.distributed.placement import is_sharded
 from maxfactor.optimizer import FactoredOptimizer
-from maxfactor_speech import checkpoint
-from maxfactor_speech.audio import SAMPLE_RATE, InputError
-from maxfactor_speech.data import (
+from maxfactor_speech.data.audio import SAMPLE_RATE, InputError
+from maxfactor_speech.data.batches import (
     Batch,
     Order,
     Part,
@@ -23,14 +22,15 @@ from maxfactor_speech.data import (
     evaluation_batches,
     training_batches,
 )
-from maxfactor_speech.evaluate import Evaluation, decode
-from maxfactor_speech.features import draw_stretches, log_mel, spec_augment
-from maxfactor_speech.graphs import PassGraphs, UpdateGraph, captures, is_random
-from maxfactor_speech.model import IGNORED, POSITIONS_PER_SECOND
-from maxfactor_speech.optimizers import default_clip, make_optimizer
-from maxfactor_speech.parallel import Alone
-from maxfactor_speech.preparation import fingerprint
-from maxfactor_speech.settings import DTYPES, Settings, rate_factor
+from maxfactor_speech.data.features import draw_stretches, log_mel, spec_augment
+from maxfactor_speech.training import checkpoint
+from maxfactor_speech.training.cuda_graphs import PassGraphs, UpdateGraph, captures, is_random
+from maxfactor_speech.training.evaluation import Evaluation, decode
+from maxfactor_speech.training.model import IGNORED, POSITIONS_PER_SECOND
+from maxfactor_speech.training.optimizers import default_clip, make_optimizer
+from maxfactor_speech.training.parallel import Alone
+from maxfactor_speech.training.preparation import fingerprint
+from maxfactor_speech.training.settings import DTYPES, Settings, rate_factor
 
 if TYPE_CHECKING:
     from collections import abc
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from transformers import WhisperForConditionalGeneration
 
-    from maxfactor_speech.preparation import Prepared
+    from maxfactor_speech.training.preparation import Prepared
 
 SAMPLES_PER_POSITION = SAMPLE_RATE // POSITIONS_PER_SECOND
 SHAPE_SAMPLES = SAMPLE_RATE // 2  # graphs are for audio of whole halves of a second,

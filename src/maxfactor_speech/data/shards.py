@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from maxfactor_speech.audio import InputError, Samples
+from maxfactor_speech.data.audio import InputError, Samples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

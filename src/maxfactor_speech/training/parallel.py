@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from maxfactor_speech.audio import InputError
-from maxfactor_speech.model import loss_of
+from maxfactor_speech.data.audio import InputError
+from maxfactor_speech.training.model import loss_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

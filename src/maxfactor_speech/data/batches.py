@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from maxfactor_speech.audio import SAMPLE_RATE
-from maxfactor_speech.features import GRAIN, log_mel
-from maxfactor_speech.model import IGNORED
+from maxfactor_speech.data.audio import SAMPLE_RATE
+from maxfactor_speech.data.features import GRAIN, log_mel
+from maxfactor_speech.training.model import IGNORED
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from maxfactor_speech.model import Codec
-    from maxfactor_speech.shards import Spoken
+    from maxfactor_speech.data.shards import Spoken
+    from maxfactor_speech.training.model import Codec
 
 POOL = 50  # batches that are sorted by length together
 AHEAD = 4  # batches read before they are asked for

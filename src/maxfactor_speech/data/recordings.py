@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from maxfactor_speech.audio import SAMPLE_RATE, InputError, read, samples_in, to_samples
-from maxfactor_speech.corpus import VALIDATION_SHARE
-from maxfactor_speech.shards import Spoken
+from maxfactor_speech.data.audio import SAMPLE_RATE, InputError, read, samples_in, to_samples
+from maxfactor_speech.data.corpus import VALIDATION_SHARE
+from maxfactor_speech.data.shards import Spoken
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from maxfactor_speech.model import Codec
+    from maxfactor_speech.training.model import Codec
 
 AUDIO_SUFFIXES = (".flac", ".wav", ".ogg")
 LONGEST = 30  # seconds, the most that Whisper listens to at once

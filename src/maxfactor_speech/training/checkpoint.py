@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from transformers import AutoTokenizer, WhisperFeatureExtractor, WhisperForConditionalGeneration
 from transformers.utils import logging
 
-from maxfactor_speech.audio import InputError
-from maxfactor_speech.model import POSITIONS_PER_SECOND, Codec
+from maxfactor_speech.data.audio import InputError
+from maxfactor_speech.training.model import POSITIONS_PER_SECOND, Codec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

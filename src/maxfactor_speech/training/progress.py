@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from maxfactor_speech.evaluate import Evaluation
+    from maxfactor_speech.training.evaluation import Evaluation
 
 
 @dataclass(frozen=True)

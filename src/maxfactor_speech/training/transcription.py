@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from maxfactor_speech.audio import SAMPLE_RATE, InputError, read, samples_in
-from maxfactor_speech.checkpoint import load_model
-from maxfactor_speech.evaluate import transcribe
-from maxfactor_speech.features import GRAIN, log_mel
-from maxfactor_speech.model import POSITIONS_PER_SECOND
-from maxfactor_speech.settings import find_device
+from maxfactor_speech.data.audio import SAMPLE_RATE, InputError, read, samples_in
+from maxfactor_speech.data.features import GRAIN, log_mel
+from maxfactor_speech.training.checkpoint import load_model
+from maxfactor_speech.training.evaluation import transcribe
+from maxfactor_speech.training.model import POSITIONS_PER_SECOND
+from maxfactor_speech.training.settings import find_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -6,14 +6,14 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from maxfactor_speech.audio import InputError
-from maxfactor_speech.shards import write_whole
+from maxfactor_speech.data.audio import InputError
+from maxfactor_speech.data.shards import write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from maxfactor_speech.evaluate import Evaluation
-    from maxfactor_speech.progress import Pace
+    from maxfactor_speech.training.evaluation import Evaluation
+    from maxfactor_speech.training.progress import Pace
 
 METRICS = "metrics.jsonl"
 

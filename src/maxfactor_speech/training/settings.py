@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from maxfactor.checks import check_count, check_positive, check_share
-from maxfactor_speech import corpus
-from maxfactor_speech.audio import InputError
-from maxfactor_speech.optimizers import default_lr
+from maxfactor_speech.data import corpus
+from maxfactor_speech.data.audio import InputError
+from maxfactor_speech.training.optimizers import default_lr
 
 if TYPE_CHECKING:
     from collections.abc import Callable

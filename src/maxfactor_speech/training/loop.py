@@ -13,27 +13,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from maxfactor_speech import checkpoint
-from maxfactor_speech.audio import InputError
-from maxfactor_speech.lock import alone_in
-from maxfactor_speech.metrics import Metrics, NoMetrics
-from maxfactor_speech.model import SIZES
-from maxfactor_speech.optimizers import check_cut, check_installed
-from maxfactor_speech.parallel import Alone, check_batch, started
-from maxfactor_speech.preparation import Prepared, prepare
+from maxfactor_speech.data.audio import InputError
+from maxfactor_speech.data.shards import check_writable, write_whole
 from maxfactor_speech.processes import STOP
-from maxfactor_speech.progress import Pace, Reporter, Silent
-from maxfactor_speech.settings import SETTINGS, Settings, check_same, find_device
-from maxfactor_speech.shards import check_writable, write_whole
-from maxfactor_speech.trainer import Trainer, repeatable
+from maxfactor_speech.training import checkpoint
+from maxfactor_speech.training.folder_lock import alone_in
+from maxfactor_speech.training.metrics import Metrics, NoMetrics
+from maxfactor_speech.training.model import SIZES
+from maxfactor_speech.training.optimizers import check_cut, check_installed
+from maxfactor_speech.training.parallel import Alone, check_batch, started
+from maxfactor_speech.training.preparation import Prepared, prepare
+from maxfactor_speech.training.progress import Pace, Reporter, Silent
+from maxfactor_speech.training.settings import SETTINGS, Settings, check_same, find_device
+from maxfactor_speech.training.trainer import Trainer, repeatable
 
 if TYPE_CHECKING:
     from collections import abc
 
     from torch import Tensor
 
-    from maxfactor_speech.data import Batch
-    from maxfactor_speech.evaluate import Evaluation
+    from maxfactor_speech.data.batches import Batch
+    from maxfactor_speech.training.evaluation import Evaluation
 
 # Ctrl-C, what `kill` and schedulers send, and what a comparison sends to its trainings.
 STOPPING = tuple(dict.fromkeys((signal.SIGINT, signal.SIGTERM, STOP)))

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maxfactor_speech import corpus
-from maxfactor_speech.audio import SAMPLE_RATE, InputError, Samples, Wave, resample, to_samples
-from maxfactor_speech.shards import Shards, Spoken, shard_lengths, write_shard
+from maxfactor_speech.data import corpus
+from maxfactor_speech.data.audio import SAMPLE_RATE, InputError, Samples, Wave, resample, to_samples
+from maxfactor_speech.data.shards import Shards, Spoken, shard_lengths, write_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from maxfactor_speech.model import Codec, encode
+from maxfactor_speech.training.model import Codec, encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
-from maxfactor_speech.compare import best_label, by_label, finished, mean_wer
+from maxfactor_speech.compare.comparison import best_label, by_label, finished, mean_wer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from maxfactor_speech.compare import Outcome
+    from maxfactor_speech.compare.comparison import Outcome
 
 COLORS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c564b",

@@ -1,0 +1,1 @@
+"""Several optimizers trained on the same data, and a report about them."""
