@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from cases import no_host_sync
-from maxfactor_speech.training import checkpoint
-from maxfactor_speech.training import loop as train
-from maxfactor_speech.training.evaluation import Evaluation
+from maxfactor_speech.training import checkpoint, loop
 from maxfactor_speech.training.cuda_graphs import UpdateGraph
+from maxfactor_speech.training.evaluation import Evaluation
 from maxfactor_speech.training.preparation import Prepared
 from maxfactor_speech.training.settings import Settings
 from maxfactor_speech.training.trainer import Trainer, repeatable
@@ -41,14 +40,14 @@ def test_a_stopped_training_goes_on_to_the_same_weights(
 ) -> None:
     monkeypatch.setattr(Trainer, "evaluate", lambda _: Evaluation(1.0, 1.0, []))
     settings = replace(BASE, optimizer=optimizer, cuda_graphs=graphs, dtype=dtype)
-    train.train(settings, tmp_path / "whole", prepared=prepared())
+    loop.train(settings, tmp_path / "whole", prepared=prepared())
     stopped = tmp_path / "stopped"
     with pytest.raises(KeyError):  # in step 5, after the checkpoint of step 3
-        train.train(settings, stopped, prepared=_failing(prepared(), 4, monkeypatch))
+        loop.train(settings, stopped, prepared=_failing(prepared(), 4, monkeypatch))
     assert checkpoint.checkpoints(stopped)[-1].name == "step-00000003"
     monkeypatch.undo()
     monkeypatch.setattr(Trainer, "evaluate", lambda _: Evaluation(1.0, 1.0, []))
-    train.train(settings, stopped, resume=True, prepared=prepared())
+    loop.train(settings, stopped, resume=True, prepared=prepared())
     one, other = weights(tmp_path / "whole"), weights(stopped)
     assert one.keys() == other.keys()
     differing = [name for name in one if not torch.equal(one[name], other[name])]
@@ -112,10 +111,10 @@ def test_a_graph_that_skips_every_step_is_given_up() -> None:
     with repeatable(trainer.device):
         for _ in range(19):
             trainer.train_step(own)
-        trainer.check()
+        trainer.check_skipped()
         trainer.train_step(own)
     with pytest.raises(FloatingPointError, match="20 steps in a row were skipped"):
-        trainer.check()
+        trainer.check_skipped()
 
 
 @pytest.mark.parametrize("shard", ["ddp", "fsdp"])
@@ -123,19 +122,19 @@ def test_one_process_of_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sh
     """The same as without it, and a checkpoint that goes on without it."""
     monkeypatch.setattr(Trainer, "evaluate", lambda _: Evaluation(1.0, 1.0, []))
     settings = replace(BASE, optimizer="adamw", cuda_graphs=False)
-    train.train(settings, tmp_path / "plain", prepared=prepared())
+    loop.train(settings, tmp_path / "plain", prepared=prepared())
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     for name, value in {**names, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
-    train.train(settings, tmp_path / "out", prepared=prepared(), shard=shard)
+    loop.train(settings, tmp_path / "out", prepared=prepared(), shard=shard)
     last = checkpoint.checkpoints(tmp_path / "out")[-1]
     assert last.name == "step-00000006"
     compare(tmp_path)
     last.rename(last.with_name("gone.partial"))
-    train.train(settings, tmp_path / "out", resume=True, prepared=prepared())
+    loop.train(settings, tmp_path / "out", resume=True, prepared=prepared())
     compare(tmp_path)
 
 

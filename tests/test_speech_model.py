@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, WhisperForConditionalGeneration
 
-from maxfactor_speech.data.audio import InputError
+import maxfactor
+from maxfactor_speech.data.tokens import IGNORED, Codec
+from maxfactor_speech.errors import InputError
 from maxfactor_speech.training import optimizers
 from maxfactor_speech.training.cuda_graphs import is_random
-from maxfactor_speech.training.evaluation import Evaluation, Example, decode, in_batches, transcribe
-from maxfactor_speech.training.model import IGNORED, SIZES, Codec, Size, encode, loss_of, whisper
+from maxfactor_speech.training.evaluation import (
+    Evaluation,
+    Example,
+    decode,
+    in_batches,
+    transcribe,
+)
+from maxfactor_speech.training.model import SIZES, Size, encode, loss_of, whisper
 from maxfactor_speech.training.preparation import task_codec
 
 SMALL = Size(32, 2, 2)
@@ -218,3 +227,16 @@ def test_missing_lion_names_its_package() -> None:
 def test_unknown_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match="adamw, adafactor, muon, lion, got 'sgd'"):
         optimizers.make_optimizer(nn.Linear(3, 2), "sgd")
+
+
+def test_recipes_are_those_of_the_library() -> None:
+    with pytest.raises(ValueError, match="'no such recipe'") as caught:
+        maxfactor.for_model(nn.Linear(3, 2), "no such recipe")
+    named = set(re.findall(r"'([^']+)'", str(caught.value)))
+    assert set(optimizers.RECIPES) == named - {"no such recipe"}
+
+
+def test_default_rates_are_those_of_the_library() -> None:
+    rates = {name: optimizers.default_lr(name) for name in ("quality", "fast", "lean")}
+    assert rates == {"quality": 0.02, "fast": 0.04, "lean": 0.028}
+    assert optimizers.default_lr("published-1.0") == maxfactor.recipe("published-1.0")["lr"]

@@ -19,13 +19,12 @@ from typer.testing import CliRunner
 
 import maxfactor
 from maxfactor_speech.cli import app
-from maxfactor_speech.data.audio import InputError
 from maxfactor_speech.data.features import draw_stretches, spec_augment
-from maxfactor_speech.training import checkpoint
-from maxfactor_speech.training import loop as train
-from maxfactor_speech.training.folder_lock import alone_in
+from maxfactor_speech.errors import InputError
+from maxfactor_speech.training import checkpoint, loop
+from maxfactor_speech.training.folder_lock import folder_lock
 from maxfactor_speech.training.metrics import read_metrics
-from maxfactor_speech.training.parallel import Ranks as Processes
+from maxfactor_speech.training.parallel import MultiProcess
 from maxfactor_speech.training.settings import Settings
 from maxfactor_speech.training.trainer import Trainer
 from noise import prepared, weights
@@ -54,7 +53,7 @@ def trained(settings: Settings, out: Path, shard: str | None, resume: bool = Fal
     """A training in one of the processes, as if `torchrun` had started it."""
     if shard is not None:
         as_torchrun()
-    return train.train(settings, out, resume, prepared=prepared(32), shard=shard).step
+    return loop.train(settings, out, resume, prepared=prepared(32), shard=shard).step
 
 
 def as_torchrun() -> None:
@@ -143,7 +142,7 @@ def interrupted(settings: Settings, out: Path, shard: str) -> int:
     step = Trainer.train_step
 
     def with_signal(self: Trainer, batches: Any) -> torch.Tensor:
-        if self.step == 2 and self.ranks.rank == 1:
+        if self.step == 2 and self.processes.rank == 1:
             os.kill(os.getpid(), signal.SIGINT)
         return step(self, batches)
 
@@ -173,23 +172,23 @@ def test_what_the_processes_tell_each_other(two: Ranks) -> None:
 
 def told() -> tuple[int, float, list[str], str]:
     as_torchrun()
-    ranks = Processes("ddp", "cpu")
-    mine = [["a", "c"], ["b"]][ranks.rank]
+    processes = MultiProcess("ddp", "cpu")
+    mine = [["a", "c"], ["b"]][processes.rank]
     done: list[str] = []
 
     def call() -> str:
-        done.append("rest" if ranks.rank else "first")
+        done.append("rest" if processes.rank else "first")
         return done[0]
 
-    total, mean, dealt = ranks.total(ranks.rank), ranks.mean(ranks.rank), ranks.dealt(mine)
-    return total, mean, dealt, ranks.first_alone(call)
+    total, mean = processes.sum(processes.rank), processes.mean(processes.rank)
+    return total, mean, processes.interleaved(mine), processes.run_first_then_others(call)
 
 
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("batch", "--batch-size 5 cannot be shared by 2 processes.*such as 6"),
-        ("optimizer", "optimizer adafactor cannot step parts .*take --shard ddp"),
+        ("batch", "--batch-size 5 cannot be divided among 2 processes.*such as 6"),
+        ("optimizer", "optimizer adafactor cannot update sharded parameters; use --shard ddp"),
         ("other", "only the second process sees this"),
     ],
 )
@@ -204,20 +203,20 @@ def fails(out: Path, case: str, message: str) -> None:
     changes: dict[str, Any] = {"batch": {"batch_size": 5}, "optimizer": {"optimizer": "adafactor"}}
     with pytest.MonkeyPatch.context() as patch:
         if case == "other" and dist.get_rank() == 1:
-            patch.setattr(train, "check_folder", _refuses)
+            patch.setattr(loop, "check_folder", _refuses)
         with pytest.raises(InputError, match=message):
             trained(replace(BASE, **changes.get(case, {})), out, "fsdp")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs locks of POSIX")
 def test_all_are_told_that_another_trains_in_the_folder(two: Ranks, tmp_path: Path) -> None:
-    with alone_in(tmp_path):
+    with folder_lock(tmp_path):
         two.run(is_kept_out, tmp_path)
     two.run(trained, BASE, tmp_path, "ddp")
 
 
 def is_kept_out(out: Path) -> None:
-    with pytest.raises(InputError, match=f"{out}: another process trains here"):
+    with pytest.raises(InputError, match=f"{out}: another process is training here"):
         trained(BASE, out, "ddp")
 
 
@@ -228,7 +227,11 @@ def _refuses(*_: object) -> None:
 @pytest.mark.parametrize(
     ("options", "environment", "message"),
     [
-        (["--shard", "fsdp"], {}, "torchrun --nproc-per-node 2 -m maxfactor train --shard fsdp"),
+        (
+            ["--shard", "fsdp"],
+            {},
+            "torchrun --nproc-per-node 2 -m maxfactor_speech train --shard fsdp",
+        ),
         ([], {"RANK": "0", "WORLD_SIZE": "2"}, "torchrun started 2 processes"),
         (["--shard", "tp"], {"RANK": "0"}, "one of ddp, fsdp, hsdp, got 'tp'"),
         (["--shard", "hsdp"], {"RANK": "0", "WORLD_SIZE": "2"}, "at least 4, got 2"),
@@ -257,8 +260,8 @@ def test_wrong_starts_are_told_in_one_line(
 def test_the_command_under_torchrun(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--standalone", "--local-addr", "127.0.0.1", "-m", "maxfactor", "train"]
-    command += ["--shard=fsdp", "--optimizer=speech", "--steps=2", "--batch-size=2"]
+    command += ["--standalone", "--local-addr", "127.0.0.1", "-m", "maxfactor_speech", "train"]
+    command += ["--shard=fsdp", "--optimizer=quality", "--steps=2", "--batch-size=2"]
     command += ["--utterances=4", "--validation-utterances=2", "--device=cpu", "--workers=1"]
     command += [f"--cache={tmp_path}", f"--out={out}"]
     source = str(Path(maxfactor.__file__).parents[1])

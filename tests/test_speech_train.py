@@ -28,19 +28,20 @@ from typer.testing import CliRunner
 
 import maxfactor
 from maxfactor_speech import cli
+from maxfactor_speech.atomic import write_atomically
 from maxfactor_speech.cli import app
-from maxfactor_speech.data import recordings as files
-from maxfactor_speech.data import synthesis as synth
-from maxfactor_speech.data.audio import SAMPLE_RATE, InputError
-from maxfactor_speech.data.shards import Shards, write_whole
-from maxfactor_speech.training import checkpoint
-from maxfactor_speech.training import loop as train
+from maxfactor_speech.data import recordings, synthesis
+from maxfactor_speech.data.audio import SAMPLE_RATE
+from maxfactor_speech.data.shards import ShardedUtterances
+from maxfactor_speech.errors import InputError
+from maxfactor_speech.training import checkpoint, loop
 from maxfactor_speech.training.evaluation import Evaluation
-from maxfactor_speech.training.folder_lock import alone_in
+from maxfactor_speech.training.folder_lock import folder_lock
+from maxfactor_speech.training.loop import train
 from maxfactor_speech.training.metrics import METRICS, Metrics
 from maxfactor_speech.training.preparation import Prepared, prepare
 from maxfactor_speech.training.progress import Bar, Pace
-from maxfactor_speech.training.settings import Settings, rate_factor
+from maxfactor_speech.training.settings import Settings, lr_factor
 from maxfactor_speech.training.trainer import Trainer
 from noise import prepared as noise_prepared
 from noise import weights
@@ -83,13 +84,13 @@ def test_a_stopped_training_goes_on_to_the_same_weights(
     cache: Path, tmp_path: Path, optimizer: str
 ) -> None:
     settings = replace(TINY, optimizer=optimizer)
-    train.train(settings, tmp_path / "whole", cache=cache, workers=1)
+    train(settings, tmp_path / "whole", cache=cache, workers=1)
     part = prepare(settings, cache, 1)
     stopped = tmp_path / "stopped"
     with pytest.raises(KeyError):  # in the middle of step 5, after the checkpoint of step 4
-        train.train(settings, stopped, prepared=_failing_after(part, 9))
+        train(settings, stopped, prepared=_failing_after(part, 9))
     assert checkpoint.checkpoints(stopped)[-1].name == "step-00000004"
-    train.train(settings, stopped, resume=True, cache=cache, workers=1)
+    train(settings, stopped, resume=True, cache=cache, workers=1)
     assert_same_weights(tmp_path / "whole", stopped)
     assert [line["step"] for line in lines(stopped)] == [2, 2, 4, 4, 6, 6]
 
@@ -97,7 +98,7 @@ def test_a_stopped_training_goes_on_to_the_same_weights(
 def test_a_checkpoint_does_not_bring_another_devices_settings(cache: Path, tmp_path: Path) -> None:
     """One from a GPU goes on here, and its rates were numbers."""
     settings = replace(TINY, optimizer="adamw")
-    train.train(settings, tmp_path / "whole", cache=cache, workers=1)
+    train(settings, tmp_path / "whole", cache=cache, workers=1)
     moved = tmp_path / "moved"
     shutil.copytree(tmp_path / "whole", moved)
     last = checkpoint.checkpoints(moved)[-1]
@@ -108,12 +109,12 @@ def test_a_checkpoint_does_not_bring_another_devices_settings(cache: Path, tmp_p
         assert isinstance(group["lr"], float)
         group |= {"capturable": True, "fused": True}  # as AdamW has it there
     torch.save(saved, path)
-    train.train(settings, moved, resume=True, cache=cache, workers=1)
+    train(settings, moved, resume=True, cache=cache, workers=1)
     assert_same_weights(tmp_path / "whole", moved)
 
 
 def _failing_after(prepared: Prepared, count: int) -> Prepared:
-    class Failing(Shards):
+    class Failing(ShardedUtterances):
         read = 0
 
         def __getitem__(self, number: int) -> Any:
@@ -122,14 +123,14 @@ def _failing_after(prepared: Prepared, count: int) -> Prepared:
                 raise KeyError("as good as a power cut")
             return super().__getitem__(number)
 
-    assert isinstance(prepared.train, Shards)
+    assert isinstance(prepared.train, ShardedUtterances)
     return prepared._replace(train=Failing(prepared.train.paths))
 
 
 def start(out: Path, cache: Path, steps: int, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "maxfactor_speech.cli", "train", "--out", str(out)]
+    command = [sys.executable, "-m", "maxfactor_speech", "train", "--out", str(out)]
     if "--resume" not in more:
-        command += ["--optimizer=speech", f"--steps={steps}", "--batch-size=2", "--utterances=12"]
+        command += ["--optimizer=quality", f"--steps={steps}", "--batch-size=2", "--utterances=12"]
         command += ["--validation-utterances=2"]
         command += ["--evaluate-every=3", "--spec-augment", "--device=cpu"]
     command += ["--workers=1", f"--cache={cache}", *more]
@@ -184,7 +185,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
     assert process.returncode == 130, output
     hint = output.splitlines()[-1].strip()
     asked = f"--resume --out '{out}' --cache {cache} --workers 1 --tensorboard"
-    assert hint.endswith(f" -m maxfactor train {asked}")
+    assert hint.endswith(f" -m maxfactor_speech train {asked}")
     program = shutil.which(shlex.split(hint)[0])
     assert program is not None
     assert Path(program) == Path(sys.executable)
@@ -205,12 +206,12 @@ def test_a_folder_is_one_trainings_until_its_process_ends(cache: Path, tmp_path:
         assert refused.returncode == 2
         [line] = output.splitlines()
         assert str(out) in line
-        assert "another process trains here" in line
+        assert "another process is training here" in line
         assert "another --out" in line
     assert process.poll() is None  # and is not disturbed
     process.kill()
     process.communicate()
-    with alone_in(out):
+    with folder_lock(out):
         pass
 
 
@@ -219,7 +220,7 @@ def test_a_training_that_cannot_begin_leaves_no_folder(cache: Path, tmp_path: Pa
     (tmp_path / "mine").mkdir()
     for name, left in [("out/deep", False), ("mine", True)]:
         with pytest.raises(InputError, match="no such file"):
-            train.train(settings, tmp_path / name, cache=cache)
+            train(settings, tmp_path / name, cache=cache)
         assert (tmp_path / name).exists() == left
 
 
@@ -232,7 +233,7 @@ def test_where_there_are_no_locks_a_training_goes_without(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with alone_in(tmp_path):
+    with folder_lock(tmp_path):
         assert (tmp_path / "lock").exists()
 
 
@@ -294,13 +295,13 @@ def _norm(optimizer: torch.optim.Optimizer) -> float:
 
 def test_the_rate_rises_and_falls() -> None:
     settings = replace(TINY, steps=100, warmup=0.1)
-    factors = [rate_factor(settings, step) for step in range(100)]
+    factors = [lr_factor(settings, step) for step in range(100)]
     assert factors[:10] == pytest.approx([(step + 1) / 11 for step in range(10)])
     assert factors[10] == 1.0
     assert factors[55] == pytest.approx(0.5)
     assert 0.0 < factors[99] < 0.001
-    assert rate_factor(replace(settings, schedule="linear"), 55) == pytest.approx(0.5)
-    assert rate_factor(replace(settings, schedule="constant"), 99) == 1.0
+    assert lr_factor(replace(settings, schedule="linear"), 55) == pytest.approx(0.5)
+    assert lr_factor(replace(settings, schedule="constant"), 99) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -339,7 +340,7 @@ def test_wrong_settings_are_refused(change: dict[str, Any]) -> None:
 
 
 def test_checkpoints_are_models_and_the_last_are_kept(cache: Path, tmp_path: Path) -> None:
-    train.train(replace(TINY, keep=2), tmp_path, cache=cache, workers=1)
+    train(replace(TINY, keep=2), tmp_path, cache=cache, workers=1)
     names = [path.name for path in checkpoint.checkpoints(tmp_path)]
     assert names == ["step-00000004", "step-00000006"]
     model, codec = checkpoint.load_model(tmp_path)
@@ -352,11 +353,11 @@ def test_checkpoints_are_models_and_the_last_are_kept(cache: Path, tmp_path: Pat
 
 
 def test_a_folder_takes_one_training(cache: Path, tmp_path: Path) -> None:
-    train.train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1)
-    with pytest.raises(InputError, match="holds a training already"):
-        train.train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1)
-    with pytest.raises(InputError, match="steps=2, cannot go on with 6; another --out"):
-        train.train(TINY, tmp_path, resume=True, cache=cache, workers=1)
+    train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1)
+    with pytest.raises(InputError, match="already contains a training"):
+        train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1)
+    with pytest.raises(InputError, match="steps=2, cannot resume with 6; choose another --out"):
+        train(TINY, tmp_path, resume=True, cache=cache, workers=1)
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(
@@ -372,7 +373,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(InputError, match=r"step-00000004: cannot be written, the disk is full"):
-        train.train(TINY, tmp_path, cache=cache, workers=1)
+        train(TINY, tmp_path, cache=cache, workers=1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
 
 
@@ -381,7 +382,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(
     cache: Path, tmp_path: Path, length: int
 ) -> None:
     options = ["train", "--resume", "--out", tmp_path, "--cache", cache, "--workers", 1]
-    train.train(TINY, tmp_path, cache=cache, workers=1)
+    train(TINY, tmp_path, cache=cache, workers=1)
     last = checkpoint.checkpoints(tmp_path)[-1]
     for seed in range(5):  # which decides what pickle stumbles over
         (last / checkpoint.TRAINING).write_bytes(random.Random(seed).randbytes(length))
@@ -389,13 +390,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(
         assert result.exit_code == 2, (result.output, result.exception)
         [line] = result.stderr.splitlines()
         assert f"{last / checkpoint.TRAINING}: cannot be read" in line
-        assert line.endswith("delete this folder to go on from the one before it")
+        assert line.endswith("delete its folder to resume from the checkpoint before it")
     shutil.rmtree(last)
     assert run(*options).exit_code == 0
 
 
 def test_tensorboard_on_request(cache: Path, tmp_path: Path) -> None:
-    train.train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1, tensorboard=True)
+    train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1, tensorboard=True)
     [events] = (tmp_path / "tensorboard").iterdir()
     assert events.stat().st_size > 200
 
@@ -424,6 +425,12 @@ def trained(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_the_version_is_printed() -> None:
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.output == f"maxfactor {maxfactor.__version__} (torch {torch.__version__})\n"
 
 
 def test_help_fits_a_screen() -> None:
@@ -461,7 +468,7 @@ def test_a_trained_model_learns_another_language(
 
 def recorded(folder: Path, cache: Path) -> list[str]:
     """24 recordings, as lines of a TSV beside them."""
-    spoken = synth.synthesise(synth.Script("digits"), 24, cache, 1)
+    spoken = synthesis.synthesise(synthesis.Script("digits"), 24, cache, 1)
     for number in range(24):
         soundfile.write(folder / f"{number}.wav", spoken[number].samples, SAMPLE_RATE)
     return [f"{number}.wav\t{spoken[number].text}\n" for number in range(24)]
@@ -490,22 +497,22 @@ def test_going_on_with_other_recordings_is_refused(tmp_path: Path, cache: Path) 
         evaluate_every=2,
     )  # fmt: skip
     out = tmp_path / "out"
-    train.train(settings, out)
+    train(settings, out)
     shutil.rmtree(checkpoint.checkpoints(out)[-1])
     data.write_text("".join([*listing[1:], listing[0].replace("\n", " q\n")]))
-    with pytest.raises(InputError, match="was trained on other utterances than those"):
-        train.train(settings, out, resume=True)
+    with pytest.raises(InputError, match="was trained on other utterances than the data has now"):
+        train(settings, out, resume=True)
     data.write_text("".join(listing))
-    assert train.train(settings, out, resume=True).step == 4
+    assert train(settings, out, resume=True).step == 4
 
 
 def test_a_rare_letter_in_what_was_held_out(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "a.wav"
-    spoken = synth.synthesise(synth.Script("digits"), 4, cache, 1)
+    spoken = synthesis.synthesise(synthesis.Script("digits"), 4, cache, 1)
     soundfile.write(path, spoken[0].samples, SAMPLE_RATE)
-    usual = [files.Recording(path, f"word {number}") for number in range(40)]
-    rare = [files.Recording(path, f"q {number}") for number in range(99)]
-    held_out = next(one for one in files.held_out([*usual, *rare])[1] if one in rare)
+    usual = [recordings.Recording(path, f"word {number}") for number in range(40)]
+    rare = [recordings.Recording(path, f"q {number}") for number in range(99)]
+    held_out = next(one for one in recordings.split_recordings([*usual, *rare])[1] if one in rare)
     lines = [f"a.wav\t{one.text}\n" for one in [*usual, held_out]]
     (tmp_path / "all.tsv").write_text("".join(lines))
     found = prepare(Settings(data=str(tmp_path / "all.tsv"), batch_size=2))
@@ -518,7 +525,7 @@ def test_a_model_with_more_mel_bands_is_evaluated(tmp_path: Path) -> None:
     config = given.model.config
     config.num_mel_bins = 128
     prepared = given._replace(model=WhisperForConditionalGeneration(config))
-    result = train.train(replace(TINY, steps=2), tmp_path / "out", prepared=prepared)
+    result = train(replace(TINY, steps=2), tmp_path / "out", prepared=prepared)
     assert result.evaluation is not None
 
 
@@ -537,15 +544,18 @@ def wrong_transcribe(trained: Path, folder: Path) -> list[tuple[list[object], st
     return [
         (["transcribe", trained, folder / "missing.wav"], "missing.wav: no such file"),
         (["transcribe", trained, noise], "noise.wav: cannot be read as audio"),
-        (["transcribe", trained, long], "long.wav: 10.0 s long"),
+        (["transcribe", trained, long], "long.wav: 10.0 s long, but the model takes at most "),
         (["transcribe", folder, example], f"{folder}: no config.json"),
-        (["transcribe", broken, example], "broken: cannot be read as a Whisper"),
-        (["transcribe", other, example], "other: holds a model of type 'bert'"),
+        (["transcribe", broken, example], "broken: cannot be read as a Whisper model"),
+        (["transcribe", other, example], "other: contains a model of type 'bert'"),
         (["transcribe", trained, example, "--device", "foo"], "device must be cpu, cuda"),
         (["transcribe", trained, example, "--device", "cuda:99"], "use --device cpu"),
         (["compare", "--jobs", "0", "--out", folder / "out"], "jobs must be at least 1, got 0"),
-        (["compare", "--out", noise], "noise.wav is a file; --out names a folder"),
-        (["compare", "--cache", noise, "--out", folder / "out"], "--cache names a folder"),
+        (["compare", "--out", noise], "noise.wav is a file; choose another folder with --out"),
+        (
+            ["compare", "--cache", noise, "--out", folder / "out"],
+            "choose another folder with --cache",
+        ),
         (
             ["compare", "--model", folder / "gone", "--out", folder / "out"],
             "gone: no config.json",
@@ -574,28 +584,31 @@ def wrong_train(trained: Path, folder: Path) -> list[tuple[list[object], str]]:
         (["--data", folder / "single.tsv"], "only 1 recordings"),
         (
             ["--data", folder / "single.tsv", "--validation", folder / "foreign.tsv"],
-            "example.wav: its text has ' ', 'n', 'é', which the model has no token for",
+            "example.wav: the model has no token for ' ', 'n', 'é' in its transcript",
         ),
         (["--data", folder / "single.tsv", *pair, "--model", trained], "no token for"),
         (["--task", "songs"], "task must be one of digits, sentences, got 'songs'"),
         (["--model", folder / "gone"], "gone: no config.json"),
-        (["--clip", "-1"], "clip must be finite and not negative, 0 is no clipping, got -1.0"),
+        (["--clip", "-1"], "clip must be finite and not negative (0 disables it), got -1.0"),
         (["--device", "foo"], "device must be cpu, cuda, cuda:1, …, got 'foo'"),
         (["--device", "cuda:99"], "device cuda:99: torch finds"),
         (["--device", "hpu"], "device hpu: torch cannot use it here; use --device cpu"),
         (["--device", "meta"], "device meta: torch cannot use it here; use --device cpu"),
         (["--workers", "0"], "workers must be at least 1, got 0"),
-        (["--validation", folder / "single.tsv"], "validation must come with data"),
+        (["--validation", folder / "single.tsv"], "validation must be given with data"),
         (
             ["--data", folder / "single.tsv", *pair, "--utterances", "2"],
-            "--utterances 2 is for speech that is synthesised; leave it out, or --data",
+            "--utterances 2 applies only to synthesised speech; leave it out, or leave out --data",
         ),
-        (["--out", example], "example.wav is a file; --out names a folder"),
-        (["--out", example / "deeper"], "example.wav is a file; --out names a folder"),
-        (["--cache", example], "example.wav is a file; --cache names a folder"),
+        (["--out", example], "example.wav is a file; choose another folder with --out"),
+        (["--out", example / "deeper"], "example.wav is a file; choose another folder with --out"),
+        (["--cache", example], "example.wav is a file; choose another folder with --cache"),
         (["--resume"], "--resume needs --out"),
-        (["--resume", "--out", folder / "gone"], "gone: holds no training to go on with; without"),
-        (["--out", trained], "holds a training already"),
+        (
+            ["--resume", "--out", folder / "gone"],
+            "gone: contains no training to resume; start one without",
+        ),
+        (["--out", trained], "already contains a training"),
         (["--task", "sentences", "--model", trained, "--utterances", "2"], "no token for"),
     ]
 
@@ -622,18 +635,21 @@ def test_what_would_fail_later_is_told_before_speech_is_made(
         raise AssertionError("speech is made")
 
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(synth, "synthesise", refuse)
+    monkeypatch.setattr(synthesis, "synthesise", refuse)
     monkeypatch.setitem(sys.modules, "lion_pytorch", None)
     out = tmp_path / "out"
     cases: list[tuple[list[object], str]] = [
         (["train", "--optimizer", "lion"], "pip install lion-pytorch"),
-        (["compare", "--optimizers", "speech,lion"], "pip install lion-pytorch"),
+        (["compare", "--optimizers", "quality,lion"], "pip install lion-pytorch"),
         (["train", "--model", tmp_path / "gone"], "gone: no config.json"),
         (["compare", "--model", tmp_path / "gone"], "gone: no config.json"),
         (["train", "--device", "cuda:99"], "torch finds"),
         (["compare", "--device", "cuda:99"], "torch finds"),
-        (["train", "--out", tmp_path / "file"], "file is a file; --out"),
-        (["train", "--cache", tmp_path / "file"], "file is a file; --cache"),
+        (["train", "--out", tmp_path / "file"], "file is a file; choose another folder with --out"),
+        (
+            ["train", "--cache", tmp_path / "file"],
+            "file is a file; choose another folder with --cache",
+        ),
         (["train", "--out", tmp_path / ("a" * 300)], "cannot be written, "),
     ]
     for arguments, message in cases:
@@ -652,9 +668,9 @@ def test_commands_to_paste_name_the_program_as_it_was_called(
     monkeypatch.setattr(cli, "which", places.get)
     monkeypatch.setattr(sys, "argv", ["/my env/bin/maxfactor"])
     assert cli._command() == ("maxfactor" if found else "'/my env/bin/maxfactor'")
-    monkeypatch.setattr(sys, "argv", ["/env/lib/maxfactor/__main__.py"])
+    monkeypatch.setattr(sys, "argv", ["/env/lib/maxfactor_speech/__main__.py"])
     python = "python" if found else shlex.quote(sys.executable)
-    assert cli._command() == f"{python} -m maxfactor"
+    assert cli._command() == f"{python} -m maxfactor_speech"
 
 
 def test_the_bar_shows_the_last_error_rate() -> None:
@@ -685,7 +701,7 @@ def test_a_narrow_bar_shows_how_far_it_is(width: int, together: bool) -> None:
 def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"file/one: cannot be written, "):
-        write_whole(tmp_path / "file" / "one", b"content")
+        write_atomically(tmp_path / "file" / "one", b"content")
 
 
 @pytest.mark.parametrize(
@@ -724,5 +740,5 @@ def test_options_are_settings(source: dict[str, Any]) -> None:
 
 def patch_train(replacement: Callable[..., None], call: Callable[[], object]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "train", replacement)
+        patch.setattr(loop, "train", replacement)
         call()

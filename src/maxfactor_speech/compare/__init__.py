@@ -1,1 +1,1 @@
-"""Several optimizers trained on the same data, and a report about them."""
+"""Comparison of optimizers: the same data, seeds and budget for each, and a report."""

@@ -1,237 +1,134 @@
-"""Several optimizers on the same data, seeds and budget.
+"""Running a comparison: several optimizers on the same data, with the same seeds and budget.
 
-Every training has a folder of its own and runs in a process of its own, so that what it takes in
-memory can be told, several can share a GPU, and a comparison that was stopped goes on.
+Each training runs in a process and a folder of its own. So its memory can be measured, several
+trainings can share a GPU, and a stopped comparison can be continued.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import signal
 import sys
-import threading
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import closing
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from maxfactor_speech.data.audio import InputError
-from maxfactor_speech.data.shards import write_whole
+from maxfactor_speech.atomic import write_atomically
+from maxfactor_speech.compare.runs import (
+    RESULT,
+    RUNS,
+    Comparison,
+    Run,
+    RunResult,
+    best_lr,
+    finished,
+    read_result,
+)
+from maxfactor_speech.errors import DivergedError, InputError
 from maxfactor_speech.processes import in_processes
-from maxfactor_speech.training.loop import DivergedError, Result, train
+from maxfactor_speech.signals import sigterm_as_interrupt
+from maxfactor_speech.state_size import state_bytes
+from maxfactor_speech.training.loop import TrainingResult, train
 from maxfactor_speech.training.metrics import read_metrics
 from maxfactor_speech.training.optimizers import default_lr
-from maxfactor_speech.training.preparation import prepare
+from maxfactor_speech.training.preparation import prepare, trained_parameters
 from maxfactor_speech.training.progress import Lines
-from maxfactor_speech.training.settings import SETTINGS, Settings, check_same
+from maxfactor_speech.training.settings import SETTINGS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
-
-    from torch.optim import Optimizer
 
     from maxfactor_speech.training.preparation import Prepared
     from maxfactor_speech.training.trainer import Trainer
 
-RESULT = "result.json"
-GRID = (0.25, 0.5, 1.0, 2.0, 4.0)  # shares of an optimizer's own rate that are tried
+LR_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # multiples of the default learning rate for tuning
 SAME_TIME = "same time"
-RUNS = "runs"  # the folder of the trainings
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training of a comparison."""
-
-    label: str  # what its curve is called
-    settings: Settings
-
-    def __str__(self) -> str:
-        return f"{self.label}, lr {self.settings.rate:g}, seed {self.settings.seed}"
-
-    @property
-    def folder(self) -> str:
-        """A name that no other run of the comparison has."""
-        one = self.settings
-        return folder_name(one.optimizer, one.rate, one.steps, one.seed)
-
-
-def folder_name(optimizer: str, lr: float, steps: int, seed: int) -> str:
-    """Where a run is kept among those of a comparison."""
-    return f"{optimizer}-lr{lr:g}-steps{steps}-seed{seed}"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run came to, and its curves."""
-
-    label: str
-    optimizer: str
-    lr: float
-    seed: int
-    steps: int
-    wer: float | None  # None where the training diverged
-    cer: float | None
-    seconds: float  # of training, evaluations left out
-    parameters: int
-    state_bytes: int
-    peak_bytes: int  # of GPU memory, or of the process where there is none
-    examples: list[dict[str, str]]
-    metrics: list[dict[str, Any]]
-    jobs: int = 1  # trainings that ran side by side, and slowed each other down
-
-    @property
-    def folder(self) -> str:
-        """The run's folder among those of the comparison."""
-        return folder_name(self.optimizer, self.lr, self.steps, self.seed)
-
-    @property
-    def loss(self) -> float:
-        """The last training loss that is known."""
-        losses = [line["loss"] for line in self.metrics if line.get("loss") is not None]
-        return losses[-1] if losses else math.inf
-
-    @property
-    def step_ms(self) -> float:
-        """Milliseconds per step, data and all."""
-        return 1000.0 * self.seconds / self.steps
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to compare.
-
-    Args:
-        base: Settings that all share; their optimizer, lr and seed are left aside.
-        optimizers: Names; the first is the one that others get as much time as.
-        seeds: How many of them, from the base's own on.
-        tune: Whether to look for the best rate of each, with the first seed.
-        same_time: Whether to give those that are faster than the first as many more steps.
-    """
-
-    base: Settings
-    optimizers: Sequence[str]
-    seeds: int = 1
-    tune: bool = False
-    same_time: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.optimizers:
-            raise ValueError("optimizers must name at least one")
-        if len(set(self.optimizers)) < len(self.optimizers):
-            raise ValueError(f"optimizers must differ, got {', '.join(self.optimizers)}")
-        for name in self.optimizers:
-            default_lr(name)  # refuses a name that there is not
-        if self.seeds < 1:
-            raise ValueError(f"seeds must be at least 1, got {self.seeds}")
-
-    def run(self, optimizer: str, lr: float | None, seed: int) -> Run:
-        """One training of an optimizer."""
-        chosen = replace(
-            self.base,
-            optimizer=optimizer,
-            # Always a number: what is tried in tuning and what is not are the same training.
-            lr=default_lr(optimizer) if lr is None else lr,
-            seed=self.base.seed + seed,
-            utterances=self.base.utterance_count,  # the same for those that take more steps
-        )
-        return Run(optimizer, chosen)
 
 
 def compare(
-    plan: Plan,
+    comparison: Comparison,
     out: Path,
     jobs: int = 1,
     cache: Path | None = None,
     say: Callable[[str], None] = print,
-) -> list[Outcome]:
-    """Train every optimizer of a plan; what is in the folder already is not done again.
+) -> list[RunResult]:
+    """Train all optimizers of a comparison; finished trainings in the folder are reused.
 
     Args:
-        plan: What to compare.
-        out: Folder, with one of its own for each training.
-        jobs: Trainings at the same time.
-        cache: Where synthesised speech is kept.
-        say: Is told a line for each training that begins or ends.
+        comparison: What to compare.
+        out: The folder; each training has a folder in it.
+        jobs: Trainings that run at the same time.
+        cache: Folder that caches synthesised speech.
+        say: Called with a line of text when a training begins or ends.
     """
     try:
-        with _sigterm_as_ctrl_c():
-            return _compare(plan, out, jobs, cache, say)
+        with sigterm_as_interrupt():
+            return _compare(comparison, out, jobs, cache, say)
     except KeyboardInterrupt:
-        say("stopped; what was trained is saved, and the same command goes on with it")
+        say("stopped; all progress is saved, run the same command to continue")
         raise
 
 
-@contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """What `kill` and schedulers send stops a comparison as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():  # which alone may do this
-        yield
-        return
-    before: Any = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _compare(
-    plan: Plan, out: Path, jobs: int, cache: Path | None, say: Callable[[str], None]
-) -> list[Outcome]:
-    folder = out / RUNS
-    if plan.base.data is not None:
-        say(f"looking at {plan.base.data} …")
-    # Once, before many want it at once; wrong inputs show here.
-    prepare(plan.base, cache, None, _Told(say))
+    comparison: Comparison, out: Path, jobs: int, cache: Path | None, say: Callable[[str], None]
+) -> list[RunResult]:
+    base, optimizers, folder = comparison.base, comparison.optimizers, out / RUNS
+    if base.data is not None:
+        say(f"reading {base.data} …")
+    # Once, before several trainings need the data at the same time; this also checks the input.
+    prepare(base, cache, None, _SynthesisLines(say))
 
-    def run_all(runs: Iterable[Run]) -> list[Outcome]:
+    def run_all(runs: Iterable[Run]) -> list[RunResult]:
         return _run_all(list(runs), folder, jobs, cache, say)
 
-    rates: dict[str, float | None] = dict.fromkeys(plan.optimizers, plan.base.lr)
-    if plan.tune:
-        outcomes = run_all(_grid(plan))
-        rates = {name: _best_rate(outcomes, name) for name in plan.optimizers}
-        say("best rates: " + ", ".join(f"{name} {rate:g}" for name, rate in rates.items()))
-    outcomes = run_all(
-        plan.run(name, rates[name], seed) for name in plan.optimizers for seed in range(plan.seeds)
+    lrs: dict[str, float | None] = dict.fromkeys(optimizers, base.lr)
+    if comparison.tune:
+        results = run_all(_tuning_runs(comparison))
+        lrs = {name: best_lr(results, name) for name in optimizers}
+        say("best learning rates: " + ", ".join(f"{name} {lr:g}" for name, lr in lrs.items()))
+    results = run_all(
+        comparison.run(name, lrs[name], seed)
+        for name in optimizers
+        for seed in range(comparison.seeds)
     )
-    if plan.same_time:
-        outcomes += run_all(_with_as_much_time(plan, outcomes, rates))
-    return outcomes
+    if comparison.same_time:
+        results += run_all(_same_time_runs(comparison, results, lrs))
+    return results
 
 
-def _grid(plan: Plan) -> list[Run]:
-    """The trainings that look for the best rates."""
-    if not plan.tune:
+def _tuning_runs(comparison: Comparison) -> list[Run]:
+    """Return the trainings that search for the best learning rates."""
+    if not comparison.tune:
         return []
     return [
-        plan.run(name, share * default_lr(name), 0) for name in plan.optimizers for share in GRID
+        comparison.run(name, factor * default_lr(name), 0)
+        for name in comparison.optimizers
+        for factor in LR_FACTORS
     ]
 
 
-def tried(plan: Plan, out: Path) -> list[Outcome]:
-    """What the rates came to that a comparison has tried, in a folder where it has ended."""
-    found = (_read(run, out / RUNS) for run in _grid(plan))
-    return [outcome for outcome in found if outcome is not None]
+def tuning_results(comparison: Comparison, out: Path) -> list[RunResult]:
+    """Return the results of the learning rates that a finished comparison has tried."""
+    found = (read_result(run, out / RUNS) for run in _tuning_runs(comparison))
+    return [result for result in found if result is not None]
 
 
-def described(plan: Plan, prepared: Prepared) -> str:
-    """What all trainings of a comparison had in common, in one line."""
-    base, device = plan.base, plan.base.torch_device
-    parameters = sum(one.numel() for one in prepared.model.parameters() if one.requires_grad)
+def describe(comparison: Comparison, prepared: Prepared) -> str:
+    """Return a line about what all trainings of a comparison have in common."""
+    base, device = comparison.base, comparison.base.torch_device
+    millions = trained_parameters(prepared.model) / 1e6
     named = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     batch = f"batches of {base.batch_size}"
     return ", ".join(
         [
-            f"model {base.model} ({parameters / 1e6:.2f} M parameters)",
-            batch if base.grad_accum == 1 else f"{base.grad_accum} {batch} to a step",
-            f"{len(prepared.train)} utterances to train and {len(prepared.validation)} to validate",
+            f"model {base.model} ({millions:.2f} M parameters)",
+            batch if base.grad_accum == 1 else f"{base.grad_accum} {batch} per step",
+            f"{len(prepared.train)} training and {len(prepared.validation)} validation utterances",
             f"{base.schedule} schedule with {base.warmup:.0%} warm-up",
             base.dtype + (", SpecAugment" if base.spec_augment else ""),
             named,
@@ -239,147 +136,100 @@ def described(plan: Plan, prepared: Prepared) -> str:
     )
 
 
-class _Told(Lines):
-    """Tells in lines how the synthesis goes, from its beginning on."""
+class _SynthesisLines(Lines):
+    """Reports the progress of the synthesis in lines, including its beginning."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
 
     def begin(self, what: str, total: int, done: int = 0) -> None:
-        """Say what begins."""
+        """Report the beginning."""
         super().begin(what, total, done)
-        self.say(f"{what}: {total} utterances, but for those that are there …")
+        self.say(f"{what}: {total} utterances, cached ones are reused …")
 
     def say(self, line: str) -> None:
-        """Pass it on."""
+        """Pass the line on."""
         self._say(line)
 
 
-def finished(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Those that did not diverge."""
-    return [one for one in outcomes if one.wer is not None]
-
-
-def mean_wer(outcomes: Iterable[Outcome]) -> float:
-    """The mean word error rate of those that did not diverge; infinite where all did."""
-    rates = [one.wer for one in outcomes if one.wer is not None]
-    return mean(rates) if rates else math.inf
-
-
-def by_label(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
-    """The trainings of each label, which are those of its seeds."""
-    groups: dict[str, list[Outcome]] = {}
-    for one in outcomes:
-        groups.setdefault(one.label, []).append(one)
-    return groups
-
-
-def best_label(outcomes: Sequence[Outcome]) -> str:
-    """What is best in the mean over the seeds; who has diverged is behind who has not."""
-    groups = by_label(outcomes)
-
-    def order(label: str) -> tuple[int, float]:
-        group = groups[label]
-        return len(group) - len(finished(group)), mean_wer(group)
-
-    return min(groups, key=order)
-
-
-def by_quality(outcome: Outcome) -> tuple[float, float, float]:
-    """Order of single trainings, the best first."""
-    if outcome.wer is None or outcome.cer is None:
-        return math.inf, math.inf, math.inf
-    return outcome.wer, outcome.cer, outcome.loss
-
-
-def _best_rate(tried: Sequence[Outcome], name: str) -> float:
-    own = [one for one in tried if one.optimizer == name]
-    if not finished(own):
-        return min(one.lr for one in own)  # the least hopeless
-    return min(own, key=by_quality).lr
-
-
-def _with_as_much_time(
-    plan: Plan, outcomes: Sequence[Outcome], rates: dict[str, float | None]
+def _same_time_runs(
+    comparison: Comparison, results: Sequence[RunResult], lrs: dict[str, float | None]
 ) -> list[Run]:
-    """Runs of the faster ones, with as many steps as fit into the first one's time."""
-    taken: dict[str, list[float]] = {}
-    for one in finished(outcomes):
-        taken.setdefault(one.optimizer, []).append(one.seconds)
-    seconds = {name: mean(times) for name, times in taken.items()}
-    if plan.optimizers[0] not in seconds:
+    """Return runs of the faster optimizers with as many steps as fit into the first one's time."""
+    seconds: dict[str, list[float]] = {}
+    for one in finished(results):
+        seconds.setdefault(one.optimizer, []).append(one.seconds)
+    first, *others = comparison.optimizers
+    if first not in seconds:
         return []
-    allowed = seconds[plan.optimizers[0]]
     runs = []
-    for name in plan.optimizers[1:]:
+    for name in others:
         if name not in seconds:
             continue
-        steps = int(plan.base.steps * allowed / seconds[name])
-        if steps > plan.base.steps:
-            for seed in range(plan.seeds):
-                run = plan.run(name, rates[name], seed)
-                longer = replace(run.settings, steps=steps)
-                runs.append(Run(f"{name}, {SAME_TIME}", longer))
+        steps = int(comparison.base.steps * mean(seconds[first]) / mean(seconds[name]))
+        if steps > comparison.base.steps:
+            for seed in range(comparison.seeds):
+                settings = comparison.run(name, lrs[name], seed).settings
+                runs.append(Run(f"{name}, {SAME_TIME}", replace(settings, steps=steps)))
     return runs
 
 
 def _run_all(
     runs: Sequence[Run], folder: Path, jobs: int, cache: Path | None, say: Callable[[str], None]
-) -> list[Outcome]:
-    """Outcomes in the order of the runs, each from a fresh process unless it is there already."""
-    found = {run.folder: _read(run, folder) for run in runs}
+) -> list[RunResult]:
+    """Return the results of runs in order; those not stored yet come from new processes."""
+    found = {run.folder: read_result(run, folder) for run in runs}
     missing = [run for run in runs if found[run.folder] is None]
     waiting = iter(enumerate(missing, 1))
 
-    def begin() -> None:
+    def announce_next() -> None:
         for number, run in islice(waiting, 1):
             say(f"training {number} of {len(missing)}: {run}, {run.settings.steps} steps …")
 
-    work = partial(_train_one, folder=folder, cache=cache, jobs=jobs)
-    for _ in range(jobs):  # the first ones; each that ends makes room for another
-        begin()
-    # One process for each training: what one took in memory must not be counted for the next.
-    with closing(in_processes(work, missing, jobs)) as outcomes:
-        for outcome in outcomes:
-            found[outcome.folder] = outcome
-            say(_told(outcome))
-            begin()
-    return [outcome for outcome in (found[run.folder] for run in runs) if outcome is not None]
+    work = partial(_train_in_worker, folder=folder, cache=cache, jobs=jobs)
+    for _ in range(jobs):  # the first ones; each that ends starts another
+        announce_next()
+    # One process per training: its peak memory must not include that of the previous one.
+    with closing(in_processes(work, missing, jobs)) as results:
+        for result in results:
+            found[result.folder] = result
+            say(_summary(result))
+            announce_next()
+    return [result for result in (found[run.folder] for run in runs) if result is not None]
 
 
-def _told(outcome: Outcome) -> str:
-    came_to = "diverged"
-    if outcome.wer is not None:
-        came_to = f"WER {outcome.wer:.1%} in {outcome.seconds:.0f} s"
-    return f"{outcome.label}, lr {outcome.lr:g}, seed {outcome.seed}: {came_to}"
+def _summary(result: RunResult) -> str:
+    outcome = "diverged"
+    if result.wer is not None:
+        outcome = f"WER {result.wer:.1%} in {result.seconds:.0f} s"
+    return f"{result.label}, lr {result.lr:g}, seed {result.seed}: {outcome}"
+
+
+def _train_in_worker(run: Run, folder: Path, cache: Path | None, jobs: int) -> RunResult:
+    """Train in this process, or continue a training that was stopped."""
+    _share_cores(run.settings.torch_device, jobs)
+    return _train(run, folder / run.folder, cache, jobs)
 
 
 def _share_cores(device: torch.device, jobs: int) -> None:
-    """Take a share of the cores: all of them for each of several trainings is far slower."""
+    """Use only a share of the cores: several trainings with all cores each are far slower."""
     if device.type == "cpu" and jobs > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
 
 
-def _train_one(run: Run, folder: Path, cache: Path | None, jobs: int) -> Outcome:
-    """Train in this process, going on with what is there."""
-    _share_cores(run.settings.torch_device, jobs)
-    return _trained(run, folder / run.folder, cache, jobs)
-
-
-def _trained(run: Run, out: Path, cache: Path | None, jobs: int) -> Outcome:
+def _train(run: Run, out: Path, cache: Path | None, jobs: int) -> RunResult:
     settings = run.settings
     prepared = prepare(settings, cache, 1)
-    parameters = sum(one.numel() for one in prepared.model.parameters() if one.requires_grad)
-    outcome = Outcome(
+    result = RunResult(
         label=run.label,
         optimizer=settings.optimizer,
-        lr=settings.rate,
+        lr=settings.peak_lr,
         seed=settings.seed,
         steps=settings.steps,
         wer=None,
         cer=None,
         seconds=0.0,
-        parameters=parameters,
+        parameters=trained_parameters(prepared.model),
         state_bytes=0,
         peak_bytes=0,
         examples=[],
@@ -387,38 +237,27 @@ def _trained(run: Run, out: Path, cache: Path | None, jobs: int) -> Outcome:
         jobs=jobs,
     )
     try:
-        result = train(settings, out, resume=(out / SETTINGS).exists(), prepared=prepared)
-    except DivergedError:  # a result like another: the other trainings go on
-        outcome = replace(outcome, metrics=read_metrics(out))
+        trained = train(settings, out, resume=(out / SETTINGS).exists(), prepared=prepared)
+    except DivergedError:  # also a result: the other trainings continue
+        result = replace(result, metrics=read_metrics(out))
     else:
-        outcome = _with_result(outcome, result, out)
-    write_whole(out / RESULT, json.dumps(asdict(outcome), indent=1).encode())
-    return outcome
+        result = _with_measurements(result, trained, out)
+    write_atomically(out / RESULT, json.dumps(asdict(result), indent=1).encode())
+    return result
 
 
-def _with_result(outcome: Outcome, result: Result, out: Path) -> Outcome:
-    if result.evaluation is None:
-        raise InputError(f"{out}: stopped; the same command goes on")
+def _with_measurements(result: RunResult, trained: TrainingResult, out: Path) -> RunResult:
+    if trained.evaluation is None:
+        raise InputError(f"{out}: stopped; run the same command to continue")
     return replace(
-        outcome,
-        wer=result.evaluation.wer,
-        cer=result.evaluation.cer,
-        seconds=result.seconds,
-        state_bytes=state_bytes(result.trainer.optimizers),
-        peak_bytes=_peak_bytes(result.trainer),
-        examples=[example._asdict() for example in result.evaluation.examples],
+        result,
+        wer=trained.evaluation.wer,
+        cer=trained.evaluation.cer,
+        seconds=trained.seconds,
+        state_bytes=state_bytes(*trained.trainer.optimizers),
+        peak_bytes=_peak_bytes(trained.trainer),
+        examples=[example._asdict() for example in trained.evaluation.examples],
         metrics=read_metrics(out),
-    )
-
-
-def state_bytes(optimizers: Sequence[Optimizer]) -> int:
-    """What the tensors of optimizers' states take."""
-    return sum(
-        value.numel() * value.element_size()
-        for optimizer in optimizers
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
     )
 
 
@@ -430,16 +269,4 @@ def _peak_bytes(trainer: Trainer) -> int:
     except ImportError:  # Windows
         return 0
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return used if sys.platform == "darwin" else 1024 * used
-
-
-def _read(run: Run, folder: Path) -> Outcome | None:
-    """The outcome of a run that ended before."""
-    path = folder / run.folder / RESULT
-    if not path.exists():
-        return None
-    check_same(path.parent, run.settings)
-    try:
-        return replace(Outcome(**json.loads(path.read_text())), label=run.label)
-    except (ValueError, TypeError) as error:
-        raise InputError(f"{path}: cannot be read, {error}; delete it to train anew") from error
+    return used if sys.platform == "darwin" else 1024 * used  # in bytes on macOS, else in KiB

@@ -1,17 +1,14 @@
-"""Speech on disk: a few hundred utterances to a file, read piece by piece.
+"""Utterances on disk: a few hundred to a file, read one at a time.
 
-A shard is one safetensors file: 16-bit samples end to end, the texts end to end, and where each
-begins. Reading maps the file into memory, so what a corpus takes there does not grow with it but
-for four bytes per utterance, its length.
+A shard is a safetensors file with three kinds of entries: 16-bit samples end to end, texts end to
+end, and the offsets where each utterance starts. Files are memory-mapped, so a corpus needs only
+four bytes of memory per utterance, for its length.
 """
 
 from __future__ import annotations
 
-import errno
-import os
 from bisect import bisect_right
 from collections import OrderedDict
-from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +16,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from maxfactor_speech.data.audio import InputError, Samples
+from maxfactor_speech.atomic import write_atomically
+from maxfactor_speech.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,18 +25,20 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-OPEN_AT_ONCE = 64  # mapped files
+    from maxfactor_speech.data.audio import Samples
+
+OPEN_AT_ONCE = 64  # memory-mapped files
 
 
-class Spoken(NamedTuple):
-    """One utterance: 16 kHz samples and what is said."""
+class Utterance(NamedTuple):
+    """16 kHz samples and their text."""
 
     samples: Samples
     text: str
 
 
 class Shard(NamedTuple):
-    """A file that is open: slices of it are read when asked for, where they begin is known."""
+    """An open file: its slices are read when needed, the offsets are in memory."""
 
     samples: Any
     text: Any
@@ -46,18 +46,18 @@ class Shard(NamedTuple):
     text_at: list[int]
 
     def samples_of(self, place: int) -> Samples:
-        """One utterance."""
+        """Return the samples of one utterance."""
         samples: Samples = self.samples[self.samples_at[place] : self.samples_at[place + 1]]
         return samples
 
     def text_of(self, place: int) -> str:
-        """What is said in it."""
+        """Return the text of one utterance."""
         encoded: bytes = self.text[self.text_at[place] : self.text_at[place + 1]].tobytes()
         return encoded.decode()
 
 
-class Shards:
-    """Utterances in shards, by number.
+class ShardedUtterances:
+    """Utterances in shards, by index.
 
     Args:
         paths: The files, in order.
@@ -73,28 +73,28 @@ class Shards:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, number: int) -> Spoken:
+    def __getitem__(self, number: int) -> Utterance:
         if not 0 <= number < len(self):
             raise IndexError(f"utterance {number} of {len(self)}")
         shard, place = self._find(number)
-        return Spoken(shard.samples_of(place), shard.text_of(place))
+        return Utterance(shard.samples_of(place), shard.text_of(place))
 
     def text(self, number: int) -> str:
-        """What is said, without reading the audio."""
+        """Return the text without reading the audio."""
         shard, place = self._find(number)
         return shard.text_of(place)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": OrderedDict()}  # maps do not travel to other processes
+        return {**self.__dict__, "_open": OrderedDict()}  # memory maps cannot be pickled
 
     def _find(self, number: int) -> tuple[Shard, int]:
-        """The shard of an utterance, and its place there."""
+        """Return the shard of an utterance, and the utterance's place in it."""
         index = bisect_right(self._ends, number)
         if index in self._open:
             self._open.move_to_end(index)
         else:
             file = _opened(self.paths[index])
-            # Numbers of numpy's: no device is waited for.
+            # Numpy arrays: `tolist` waits for no device.
             starts = (file.get_tensor(name).tolist() for name in ("samples_at", "text_at"))
             slices = (file.get_slice(name) for name in ("samples", "text"))
             self._open[index] = Shard(*slices, *starts)
@@ -103,58 +103,20 @@ class Shards:
         return self._open[index], number - (self._ends[index - 1] if index else 0)
 
 
-def write_shard(path: Path, spoken: Sequence[Spoken]) -> None:
-    """Write a shard, whole or not at all."""
-    texts = [np.frombuffer(one.text.encode(), np.uint8) for one in spoken]
+def write_shard(path: Path, utterances: Sequence[Utterance]) -> None:
+    """Write a shard atomically."""
+    texts = [np.frombuffer(one.text.encode(), np.uint8) for one in utterances]
     tensors = {
-        "samples": np.concatenate([one.samples for one in spoken]),
-        "samples_at": _starts([len(one.samples) for one in spoken]),
+        "samples": np.concatenate([one.samples for one in utterances]),
+        "samples_at": _starts([len(one.samples) for one in utterances]),
         "text": np.concatenate(texts),
         "text_at": _starts([len(text) for text in texts]),
     }
-    write_whole(path, save(tensors))
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that nobody ever sees a part of it; InputError names it if that fails."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        with suppress(OSError):  # as where its folder is a file; the first error is the one to tell
-            partial.unlink()
-        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
-        raise InputError(f"{path}: cannot be written, {reason}") from error
-
-
-def check_writable(folder: Path, option: str) -> None:
-    """Refuse a folder that cannot be made or written in, before work is spent on it.
-
-    Args:
-        folder: Where files will be; it is not made here.
-        option: What to name another one by.
-    """
-    try:
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    except OSError as error:  # a name that is too long, a folder that must not be looked into
-        raise InputError(
-            f"{folder}: cannot be written, {error.strerror}; {option} names another"
-        ) from error
-    if not there.is_dir():
-        raise InputError(f"{folder}: cannot be written, {there} is a file; {option} names a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise InputError(
-            f"{folder}: cannot be written, permission denied in {there}; {option} names another"
-        )
+    write_atomically(path, save(tensors))
 
 
 def shard_lengths(path: Path) -> NDArray[np.int32]:
-    """How many samples each utterance of a shard has."""
+    """Return the number of samples of each utterance in a shard."""
     starts: NDArray[np.int64] = _opened(path).get_tensor("samples_at")
     return np.diff(starts).astype(np.int32)
 
@@ -164,7 +126,7 @@ def _opened(path: Path) -> Any:
         return safe_open(path, "np")
     except (OSError, SafetensorError) as error:
         raise InputError(
-            f"{path}: cannot be read, {error}; delete it to have it made anew"
+            f"{path}: cannot be read, {error}; delete it, and it will be synthesised again"
         ) from error
 
 

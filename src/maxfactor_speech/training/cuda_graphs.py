@@ -1,8 +1,9 @@
-"""Passes and updates as CUDA graphs: a small model's kernels end before the next starts.
+"""Forward and backward passes and updates as CUDA graphs.
 
-The host needs longer to launch a small kernel than the GPU to run it. A graph of many kernels is
-launched at once. That of a pass holds for one shape of batch alone; so batches are filled up to few
-shapes, and each shape's graph is captured when it first comes. That of an update holds for all.
+For a small model, the host needs longer to launch a kernel than the GPU to run it. A CUDA graph
+launches many kernels at once. The graph of a pass is valid for one shape of batch, so batches are
+padded to few shapes, and a graph is captured when a shape first occurs. The graph of an update is
+valid for all shapes.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from transformers import WhisperConfig
 
-MOST = 48  # graphs at a time; the one that was not used for longest makes room
-WARM_UP = 2  # passes before a capture: libraries set themselves up
+MOST_GRAPHS = 48  # the least recently used graph is dropped for a new one
+WARM_UP = 2  # passes before a capture, in which libraries initialise themselves
 
 
-class Captured(NamedTuple):
-    """A captured pass; what goes in and comes out lies at the same place each time."""
+class CapturedPass(NamedTuple):
+    """A captured pass with the tensors that it reads and writes."""
 
     graph: Any
     inputs: list[Tensor]
@@ -34,15 +35,15 @@ class Captured(NamedTuple):
 
 
 class PassGraphs:
-    """Runs forward and backward passes by graphs.
+    """Runs forward and backward passes as graphs.
 
-    Gradients are added to what is in `.grad`, and stay where they are from step to step: `clear`
-    sets them to zero, and nothing may set them to None.
+    Gradients accumulate in `.grad`, whose memory must stay in place: use `zero_grads`, and never
+    set a gradient to None.
 
     Args:
-        model: Whose gradients the pass computes; nothing in it may be random.
-        run: The pass: takes a list of tensors on the device and a share that the loss is
-            multiplied by, adds to the gradients, and returns the loss without waiting for it.
+        model: The model whose gradients are computed; its passes must not use random numbers.
+        run: The pass. It takes tensors on the device and a factor for the loss, adds to the
+            gradients, and returns the loss without waiting for the device.
     """
 
     def __init__(self, model: nn.Module, run: Callable[[Sequence[Tensor], Any], Tensor]) -> None:
@@ -51,39 +52,39 @@ class PassGraphs:
         for param in self._params:
             param.grad = torch.zeros_like(param)
         self._device = self._params[0].device
-        self._known: OrderedDict[tuple[torch.Size, ...], Captured] = OrderedDict()
-        self._pool = torch.cuda.graph_pool_handle()  # one at a time: all use the same memory
+        self._captured: OrderedDict[tuple[torch.Size, ...], CapturedPass] = OrderedDict()
+        self._pool = torch.cuda.graph_pool_handle()  # shared: only one graph runs at a time
 
     def __call__(self, inputs: Sequence[Tensor], share: float) -> Tensor:
-        """Run the pass on tensors of the host; the loss holds until the next call."""
+        """Run the pass on tensors of the host; the loss is valid until the next call."""
         shape = tuple(tensor.shape for tensor in inputs)
-        if shape not in self._known:
-            if len(self._known) >= MOST:
-                self._known.popitem(last=False)
-            self._known[shape] = self._captured(inputs)
-        self._known.move_to_end(shape)
-        one = self._known[shape]
-        for own, tensor in zip(one.inputs, inputs, strict=True):
+        if shape not in self._captured:
+            if len(self._captured) >= MOST_GRAPHS:
+                self._captured.popitem(last=False)
+            self._captured[shape] = self._capture(inputs)
+        self._captured.move_to_end(shape)
+        captured = self._captured[shape]
+        for own, tensor in zip(captured.inputs, inputs, strict=True):
             own.copy_(tensor, non_blocking=True)
-        one.share.fill_(share)
-        one.graph.replay()
-        return one.loss
+        captured.share.fill_(share)
+        captured.graph.replay()
+        return captured.loss
 
-    def clear(self) -> None:
-        """Set all gradients to zero, in one launch or few."""
+    def zero_grads(self) -> None:
+        """Set all gradients to zero in place, with few launches."""
         torch._foreach_zero_([param.grad for param in self._params if param.grad is not None])
 
-    def _captured(self, inputs: Sequence[Tensor]) -> Captured:
+    def _capture(self, inputs: Sequence[Tensor]) -> CapturedPass:
         own = [tensor.to(self._device, non_blocking=True) for tensor in inputs]
         share = torch.ones((), device=self._device)
         self._warm_up(own, share)
         graph = torch.cuda.CUDAGraph()
         with _capturing(graph, self._pool):
-            loss = self._run(own, share)  # nothing is computed yet
-        return Captured(graph, own, share, loss)
+            loss = self._run(own, share)  # only recorded, not computed
+        return CapturedPass(graph, own, share, loss)
 
     def _warm_up(self, inputs: Sequence[Tensor], share: Tensor) -> None:
-        """Run the pass as it is, on a stream of its own, and take its gradients back."""
+        """Run the pass without a graph, on another stream, and restore the gradients."""
         grads = [param.grad for param in self._params if param.grad is not None]
         before = [grad.clone() for grad in grads]
         stream = torch.cuda.Stream()
@@ -96,11 +97,11 @@ class PassGraphs:
 
 
 class UpdateGraph:
-    """Runs what ends a step by a graph: the first time as it is, then captured, then replayed.
+    """Runs the update of a step as a graph: the first call runs it directly, the second captures.
 
     Args:
-        run: Changes weights and state by the gradients, all at the same places each time, and by
-            no number of the host that changes: learning rates are in tensors.
+        run: Updates weights and state from the gradients, at the same addresses in each call. No
+            number of the host may change between calls: learning rates are tensors.
     """
 
     def __init__(self, run: Callable[[], None]) -> None:
@@ -109,32 +110,32 @@ class UpdateGraph:
         self._graph: Any = None
 
     def __call__(self) -> None:
-        """Run it."""
-        if not self._is_warm:  # kernels are compiled, states are made
+        """Run the update."""
+        if not self._is_warm:  # compiles kernels and allocates state
             self._is_warm = True
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*without CUDA graph capture")  # only this once
+                warnings.filterwarnings("ignore", ".*without CUDA graph capture")  # intended
                 self._run()
             return
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
             with _capturing(self._graph):
-                self._run()  # nothing is computed yet
+                self._run()  # only recorded, not computed
         self._graph.replay()
 
 
-def captures(optimizers: Sequence[Optimizer]) -> bool:
-    """Whether all of them are made for steps that are captured."""
+def are_capturable(optimizers: Sequence[Optimizer]) -> bool:
+    """Return whether the steps of all optimizers can be captured."""
     return all(optimizer.defaults.get("capturable", False) for optimizer in optimizers)
 
 
 def _capturing(graph: Any, pool: Any = None) -> Any:
-    # The thread that reads batches pins memory meanwhile, which is none of the graph's matter.
+    # "thread_local": the thread that reads batches pins memory at the same time.
     return torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
 
 
 def is_random(config: WhisperConfig) -> bool:
-    """Whether anything in a model's training pass is drawn, which a graph would not draw anew."""
+    """Return whether training passes use random numbers, which a graph would not draw anew."""
     names = ("dropout", "attention_dropout", "activation_dropout")
     layers = ("encoder_layerdrop", "decoder_layerdrop")
     return any(getattr(config, name, 0.0) for name in (*names, *layers))

@@ -1,4 +1,4 @@
-"""One process at a time trains in a folder."""
+"""A lock on a training's folder: only one process trains in it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import shutil
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from maxfactor_speech.data.audio import InputError
-from maxfactor_speech.data.shards import check_writable
+from maxfactor_speech.atomic import check_writable
+from maxfactor_speech.errors import InputError, failure_reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-LOCK = "lock"  # the file stays; what counts is whether a process holds it
+LOCK = "lock"  # the file always stays; it is locked while a process trains
 
 
 @contextmanager
-def alone_in(out: Path) -> Iterator[None]:
-    """Keep other processes out of a training's folder; the lock goes with the process.
+def folder_lock(out: Path) -> Iterator[None]:
+    """Lock a folder, which is created if needed; the system frees the lock if the process dies.
 
-    A folder that was made for it and is left with nothing in it is removed again.
+    If the folder was created here and nothing was written into it, it is removed afterwards.
     """
     check_writable(out, "--out")
     is_new = not out.exists()
@@ -29,9 +29,9 @@ def alone_in(out: Path) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
         file = (out / LOCK).open("w")
     except OSError as error:
-        raise InputError(f"{out / LOCK}: cannot be written, {error.strerror}") from error
+        raise InputError(f"{out / LOCK}: cannot be written, {failure_reason(error)}") from error
     with file:
-        _hold(file, out)
+        _acquire(file, out)
         try:
             yield
         finally:
@@ -39,19 +39,19 @@ def alone_in(out: Path) -> Iterator[None]:
                 shutil.rmtree(out, ignore_errors=True)
 
 
-def _hold(file: TextIO, out: Path) -> None:
+def _acquire(file: TextIO, out: Path) -> None:
     try:
         import fcntl
     except ImportError:  # Windows
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_taken = os.fstat(file.fileno()).st_nlink == 0  # by one that has just removed it
+        is_taken = os.fstat(file.fileno()).st_nlink == 0  # its owner has just removed the folder
     except BlockingIOError:
         is_taken = True
-    except OSError:  # a file system that has no locks
+    except OSError:  # the file system has no locks
         return
     if is_taken:
         raise InputError(
-            f"{out}: another process trains here; wait for its end, or take another --out"
+            f"{out}: another process is training here; wait until it ends, or choose another --out"
         )

@@ -1,29 +1,28 @@
-"""Training a Whisper: the loop around the steps, what it leaves behind, and going on."""
+"""The training loop: steps, evaluations, checkpoints, stopping and resuming."""
 
 from __future__ import annotations
 
 import json
 import math
-import signal
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from maxfactor_speech.data.audio import InputError
-from maxfactor_speech.data.shards import check_writable, write_whole
-from maxfactor_speech.processes import STOP
+from maxfactor_speech.atomic import check_writable, write_atomically
+from maxfactor_speech.errors import DivergedError, InputError
+from maxfactor_speech.signals import stop_requests
 from maxfactor_speech.training import checkpoint
-from maxfactor_speech.training.folder_lock import alone_in
+from maxfactor_speech.training.folder_lock import folder_lock
 from maxfactor_speech.training.metrics import Metrics, NoMetrics
 from maxfactor_speech.training.model import SIZES
-from maxfactor_speech.training.optimizers import check_cut, check_installed
-from maxfactor_speech.training.parallel import Alone, check_batch, started
+from maxfactor_speech.training.optimizers import check_installed, check_shardable
+from maxfactor_speech.training.parallel import SingleProcess, check_batch, training_processes
 from maxfactor_speech.training.preparation import Prepared, prepare
-from maxfactor_speech.training.progress import Pace, Reporter, Silent
+from maxfactor_speech.training.progress import Pace, Reporter
 from maxfactor_speech.training.settings import SETTINGS, Settings, check_same, find_device
 from maxfactor_speech.training.trainer import Trainer, repeatable
 
@@ -35,23 +34,17 @@ if TYPE_CHECKING:
     from maxfactor_speech.data.batches import Batch
     from maxfactor_speech.training.evaluation import Evaluation
 
-# Ctrl-C, what `kill` and schedulers send, and what a comparison sends to its trainings.
-STOPPING = tuple(dict.fromkeys((signal.SIGINT, signal.SIGTERM, STOP)))
 LOG_EVERY = 10  # steps
-MEMORIES = 50  # how often a training notes what FAM remembers
-
-
-class DivergedError(InputError):
-    """A training whose loss is no number any more: nothing later can mend it."""
+BETA_LINES = 50  # how often a training logs the betas of FAM
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a training came to."""
+class TrainingResult:
+    """The result of a training."""
 
     step: int
-    evaluation: Evaluation | None  # None when it was stopped
-    seconds: float  # of training, evaluations left out
+    evaluation: Evaluation | None  # None if the training was stopped
+    seconds: float  # of training, without evaluations
     checkpoint: Path
     trainer: Trainer
 
@@ -66,36 +59,41 @@ def train(
     cache: Path | None = None,
     workers: int | None = None,
     shard: str | None = None,
-) -> Result:
-    """Train, with checkpoints and metrics in a folder, which no other process trains in meanwhile.
+) -> TrainingResult:
+    """Train, and write checkpoints and metrics to a folder, which is locked meanwhile.
 
-    On Ctrl-C or SIGTERM the step under way is finished and saved, and the result has no evaluation.
+    On Ctrl-C or SIGTERM, the current step is finished and saved. The result then has no
+    evaluation.
 
     Args:
-        settings: What to do; they must be the same when a training is resumed.
+        settings: The settings; to resume, they must be unchanged.
         out: Folder for `settings.json`, `metrics.jsonl` and the checkpoints.
-        resume: Go on from the last checkpoint, to the same weights as without the stop.
-        reporter: Is told how it goes.
-        prepared: Data and model, where they are there already.
-        tensorboard: Write for TensorBoard too.
-        cache: Where synthesised speech is kept.
-        workers: Processes that synthesise.
+        resume: Continue from the last checkpoint. The final weights are those of a training that
+            was not stopped.
+        reporter: Receives progress reports.
+        prepared: Data and model, if they are already prepared.
+        tensorboard: Write TensorBoard logs.
+        cache: Folder that caches synthesised speech.
+        workers: Processes that synthesise speech.
         shard: "ddp", "fsdp" or "hsdp", in processes that `torchrun` started: how the model is
-            spread over them. The first process alone writes and tells.
+            distributed. Only the first process reports and writes.
     """
-    check_beforehand(settings, cache, workers)
-    with started(shard, settings.torch_device) as ranks, ExitStack() as held:
-        reporter = reporter if reporter is not None and ranks.rank == 0 else Silent()
-        check_batch(settings.batch_size, ranks.world)
-        check_cut(settings.optimizer, ranks.cuts)
-        ranks.together(lambda: held.enter_context(alone_in(out)) if ranks.rank == 0 else None)
-        last = ranks.together(lambda: check_folder(out, settings, resume))
+    check_requirements(settings, cache, workers)
+    with training_processes(shard, settings.torch_device) as processes, ExitStack() as stack:
+        is_first = processes.rank == 0
+        reporter = reporter if reporter is not None and is_first else Reporter()
+        check_batch(settings.batch_size, processes.world)
+        check_shardable(settings.optimizer, processes.is_sharded)
+        processes.run_on_all(lambda: stack.enter_context(folder_lock(out)) if is_first else None)
+        last = processes.run_on_all(lambda: check_folder(out, settings, resume))
         if prepared is None:
-            prepared = ranks.first_alone(lambda: prepare(settings, cache, workers, reporter))
-        trainer = ranks.together(lambda: _trainer(settings, prepared, last, ranks))
-        if ranks.rank > 0:
+            prepared = processes.run_first_then_others(
+                lambda: prepare(settings, cache, workers, reporter)
+            )
+        trainer = processes.run_on_all(lambda: _trainer(settings, prepared, last, processes))
+        if not is_first:
             return _run(trainer, out, NoMetrics(), reporter)
-        write_whole(out / SETTINGS, json.dumps(asdict(settings), indent=2).encode() + b"\n")
+        write_atomically(out / SETTINGS, json.dumps(asdict(settings), indent=2).encode() + b"\n")
         metrics = Metrics(out, trainer.step, tensorboard)
         try:
             return _run(trainer, out, metrics, reporter)
@@ -103,30 +101,31 @@ def train(
             metrics.close()
 
 
-def _trainer(settings: Settings, prepared: Prepared, last: Path | None, ranks: Alone) -> Trainer:
-    """A training that begins, or goes on from its last checkpoint."""
+def _trainer(
+    settings: Settings, prepared: Prepared, last: Path | None, processes: SingleProcess
+) -> Trainer:
+    """Return a trainer at step 0, or at its last checkpoint."""
     if last is None:
-        return Trainer(settings, prepared, ranks)
+        return Trainer(settings, prepared, processes)
     model, codec = checkpoint.load_model(last)
-    prepared = prepared._replace(model=model, codec=codec)
-    trainer = Trainer(settings, prepared, ranks)
+    trainer = Trainer(settings, prepared._replace(model=model, codec=codec), processes)
     trainer.load(last)
     return trainer
 
 
-def _run(trainer: Trainer, out: Path, metrics: NoMetrics, reporter: Reporter) -> Result:
+def _run(trainer: Trainer, out: Path, metrics: NoMetrics, reporter: Reporter) -> TrainingResult:
     settings = trainer.settings
     reporter.begin("training", settings.steps, trainer.step)
     evaluation: Evaluation | None = None
     folder: Path | None = None
-    with _stop_asked() as asked:
-        stopping = _agreed(trainer.ranks, asked)
+    with stop_requests() as requested:
+        stopping = _agreed(trainer.processes, requested)
         batches = trainer.batches()
         try:
             while trainer.step < settings.steps and not stopping():
-                until = _next_stop(settings, trainer.step)
+                until = _next_report(settings, trainer.step)
                 pace = train_until(trainer, batches, until, stopping)
-                metrics.pace(pace, trainer.memory() if _tells_memory(settings, pace.step) else {})
+                metrics.pace(pace, trainer.fam_betas() if _logs_betas(settings, pace.step) else {})
                 reporter.pace(pace)
                 if trainer.step == until and _is_evaluation(settings, until):
                     evaluation = trainer.evaluate()
@@ -135,14 +134,14 @@ def _run(trainer: Trainer, out: Path, metrics: NoMetrics, reporter: Reporter) ->
                     folder = trainer.save(out)
         finally:
             batches.close()  # ends its thread
-        finished = trainer.step == settings.steps
-        if folder is None or not finished:
+        is_finished = trainer.step == settings.steps
+        if folder is None or not is_finished:
             folder = trainer.save(out)
-    if finished and evaluation is None:  # resumed after its end
+    if is_finished and evaluation is None:  # resumed after the last step
         evaluation = trainer.evaluate()
-    return Result(
+    return TrainingResult(
         step=trainer.step,
-        evaluation=evaluation if finished else None,
+        evaluation=evaluation if is_finished else None,
         seconds=trainer.seconds,
         checkpoint=folder,
         trainer=trainer,
@@ -155,21 +154,24 @@ def train_until(
     until: int,
     stopping: abc.Callable[[], bool] = lambda: False,
 ) -> Pace:
-    """Train up to a step, or until asked to stop; the device is waited for once, at the end."""
+    """Train up to a step, or until asked to stop; wait for the device only at the end."""
     start, first = time.perf_counter(), trainer.step
     losses: list[Tensor] = []
     try:
         with repeatable(trainer.device):
             while trainer.step < until and not (losses and stopping()):
                 losses.append(trainer.train_step(next(batches)))
-        loss = trainer.ranks.mean(float(torch.stack(losses).mean()))
-        trainer.check()
-    except FloatingPointError as error:  # our optimizers give up
+        loss = trainer.processes.mean(float(torch.stack(losses).mean()))
+        trainer.check_skipped()
+    except FloatingPointError as error:  # raised by MaxFactor after many skipped steps
         raise DivergedError(f"step {trainer.step}: {error}") from error
-    # A single loss that is none may be of a step that was skipped; the last one is of weights
-    # that all steps before have left behind.
-    if not math.isfinite(loss) and not math.isfinite(trainer.ranks.mean(float(losses[-1]))):
-        raise DivergedError(_not_finite(trainer, loss))
+    # A single loss may be NaN if its step was skipped. The last loss shows whether the weights are
+    # still finite.
+    if not math.isfinite(loss) and not math.isfinite(trainer.processes.mean(float(losses[-1]))):
+        raise DivergedError(
+            f"the loss is {loss} at step {trainer.step}; lower --lr, which is "
+            f"{trainer.settings.peak_lr:g}"
+        )
     seconds = time.perf_counter() - start
     trainer.seconds += seconds
     return Pace(
@@ -182,18 +184,13 @@ def train_until(
     )
 
 
-def _not_finite(trainer: Trainer, loss: float) -> str:
-    rate = trainer.settings.rate
-    return f"the loss is {loss} at step {trainer.step}; lower --lr, which is {rate:g}"
+def _logs_betas(settings: Settings, step: int) -> bool:
+    """Whether to log the betas of FAM: about BETA_LINES times, and at the end."""
+    return step % max(1, settings.steps // BETA_LINES) < LOG_EVERY or step == settings.steps
 
 
-def _tells_memory(settings: Settings, step: int) -> bool:
-    """Whether the memory of FAM is noted: about MEMORIES times in a training, and at its end."""
-    return step % max(1, settings.steps // MEMORIES) < LOG_EVERY or step == settings.steps
-
-
-def _next_stop(settings: Settings, step: int) -> int:
-    """The next step after which there is something to tell."""
+def _next_report(settings: Settings, step: int) -> int:
+    """Return the next step with something to report."""
     ends = [every * (step // every + 1) for every in (LOG_EVERY, settings.evaluate_every)]
     return min(*ends, settings.steps)
 
@@ -202,29 +199,31 @@ def _is_evaluation(settings: Settings, step: int) -> bool:
     return step % settings.evaluate_every == 0 or step == settings.steps
 
 
-def check_beforehand(
+def check_requirements(
     settings: Settings, cache: Path | None = None, workers: int | None = None
 ) -> None:
-    """Refuse at once what would fail only in the middle of the work."""
+    """Raise InputError at once for what would otherwise fail later."""
     if settings.device != "auto":
         find_device(settings.device)
     check_installed(settings.optimizer)
     if workers is not None and workers < 1:
         raise InputError(f"workers must be at least 1, got {workers}")
-    if cache is not None and not cache.is_dir():  # one that only can be read will do if it is full
+    if cache is not None and not cache.is_dir():  # an existing one may be complete and read-only
         check_writable(cache, "--cache")
 
 
 def check_model(settings: Settings) -> None:
-    """Refuse a model that is not there, before any speech is synthesised for it."""
+    """Raise InputError for a missing model, before speech is synthesised for it."""
     if settings.model not in SIZES:
         checkpoint.find_model(Path(settings.model))
 
 
 def check_folder(out: Path, settings: Settings, resume: bool) -> Path | None:
-    """The checkpoint to go on from, if asked to; refuse to mix two trainings in a folder.
+    """Return the checkpoint to resume from, or None for a new training.
 
-    A folder that cannot be written is refused too, and a model to begin from that is not there.
+    Raises:
+        InputError: If the folder cannot be written, if it contains another training, or if the
+            model to start from is missing.
     """
     check_writable(out, "--out")
     found = checkpoint.checkpoints(out)
@@ -232,7 +231,8 @@ def check_folder(out: Path, settings: Settings, resume: bool) -> Path | None:
         check_same(out, settings)
     elif found:
         raise InputError(
-            f"{out}: holds a training already; --resume goes on with it, --out names another"
+            f"{out}: already contains a training; continue it with --resume, or choose another "
+            "--out"
         )
     if found:
         return found[-1]
@@ -240,29 +240,6 @@ def check_folder(out: Path, settings: Settings, resume: bool) -> Path | None:
     return None
 
 
-def _agreed(ranks: Alone, asked: abc.Callable[[], bool]) -> abc.Callable[[], bool]:
-    """The same answer on all processes: yes where one of them was asked to stop."""
-    return lambda: ranks.total(int(asked())) > 0
-
-
-@contextmanager
-def _stop_asked() -> abc.Iterator[abc.Callable[[], bool]]:
-    """Turn the first of each signal to stop into an answer to a question; the second is as ever."""
-    asked: list[int] = []
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in STOPPING}
-
-    def ask(number: int, _frame: object) -> None:
-        asked.append(number)
-        signal.signal(number, before[number])
-
-    try:
-        for number in STOPPING:
-            signal.signal(number, ask)
-    except ValueError:  # not in the main thread, which alone may do this
-        yield lambda: False
-        return
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number in STOPPING:
-            signal.signal(number, before[number])
+def _agreed(processes: SingleProcess, requested: abc.Callable[[], bool]) -> abc.Callable[[], bool]:
+    """Give all processes the same answer: stop if any of them was asked to."""
+    return lambda: processes.sum(int(requested())) > 0

@@ -1,8 +1,8 @@
-"""One training in several processes: what they tell each other, and how the model is spread.
+"""One training in several processes: communication, and how the model is distributed.
 
-`torchrun` starts the processes, torch's own engines (DDP, FSDP2) spread the model, and the batches
-are those of one process, each cut into as many parts as there are processes. So nothing that is
-computed depends on their number but the order of sums.
+`torchrun` starts the processes, and torch's DDP or FSDP2 distributes the model. The processes share
+each batch that one process would take, so the result depends on their number only through the
+order of sums.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from maxfactor_speech.data.audio import InputError
+from maxfactor_speech.errors import InputError
 from maxfactor_speech.training.model import loss_of
 
 if TYPE_CHECKING:
@@ -28,123 +28,124 @@ if TYPE_CHECKING:
     from transformers import WhisperForConditionalGeneration
 
 SHARDINGS = ("ddp", "fsdp", "hsdp")
-PATIENCE = timedelta(hours=1)  # the first process may have speech to synthesise
+TIMEOUT = timedelta(hours=1)  # the others wait while the first process synthesises speech
 
 T = TypeVar("T")
 
 
-class Pass(nn.Module):
-    """The loss as a module, so that torch's engines see its forward pass."""
+class LossModule(nn.Module):
+    """The loss as a module, because DDP and FSDP hook into a module's forward pass."""
 
     def __init__(self, model: WhisperForConditionalGeneration) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross-entropy of the labels."""
+        """Return the mean cross-entropy of the labels."""
         return loss_of(self.model, features, labels)
 
 
-class Alone:
-    """A training in one process: nobody to tell, nothing to spread."""
+class SingleProcess:
+    """A training in one process: no communication, the model as it is."""
 
     rank, world = 0, 1
-    spreads = False  # whether an engine of torch's sends gradients about
-    cutters: ProcessGroup | None = None  # processes that have a part of each parameter
+    is_distributed = False  # whether DDP or FSDP reduces gradients
+    shard_group: ProcessGroup | None = None  # processes that hold shards of the parameters
 
     @property
-    def cuts(self) -> bool:
-        """Whether parameters are cut into parts."""
-        return self.cutters is not None
+    def is_sharded(self) -> bool:
+        """Whether each process holds only a shard of each parameter."""
+        return self.shard_group is not None
 
     def device(self, wanted: torch.device) -> torch.device:
-        """The device of this process."""
+        """Return the device of this process."""
         return wanted
 
-    def total(self, number: int) -> int:
-        """The sum over all processes."""
+    def sum(self, number: int) -> int:
+        """Return the sum over all processes."""
         return number
 
     def mean(self, number: float) -> float:
-        """The mean over all processes."""
+        """Return the mean over all processes."""
         return number
 
-    def dealt(self, mine: Sequence[T]) -> list[T]:
-        """What was dealt out one by one to the processes, in order."""
+    def interleaved(self, mine: Sequence[T]) -> list[T]:
+        """Gather items that were dealt to the processes in turn, in their original order."""
         return list(mine)
 
-    def together(self, call: Callable[[], T]) -> T:
-        """Do something on every process; where it fails on one, all of them stop."""
+    def run_on_all(self, call: Callable[[], T]) -> T:
+        """Call a function on all processes; if it fails on one, all of them raise."""
         return call()
 
-    def first_alone(self, call: Callable[[], T]) -> T:
-        """Do something on every process, on the first of each machine before the others."""
+    def run_first_then_others(self, call: Callable[[], T]) -> T:
+        """Call a function on the first process of each machine, then on the others."""
         return call()
 
-    def spread(self, model: WhisperForConditionalGeneration) -> nn.Module:
-        """The forward pass of a model that the processes share; the model is spread in place."""
-        return Pass(model)
+    def distribute(self, model: WhisperForConditionalGeneration) -> nn.Module:
+        """Distribute a model in place, and return the module that computes its loss."""
+        return LossModule(model)
 
     @contextmanager
-    def adding_up(self, spread: nn.Module, is_last: bool) -> Iterator[None]:  # noqa: ARG002
-        """Passes in it add to the gradients; the last one of a step makes them everybody's."""
+    def accumulating(self, module: nn.Module, is_last: bool) -> Iterator[None]:  # noqa: ARG002
+        """Accumulate gradients; reduce them over the processes in the last pass of a step."""
         yield
 
 
-class Ranks(Alone):
+class MultiProcess(SingleProcess):
     """A training in several processes.
 
     Args:
-        shard: "ddp": each has the whole model. "fsdp": each has a part of each parameter. "hsdp":
-            parts within groups of processes, copies between them.
+        shard: "ddp": each process has the whole model. "fsdp": each has a shard of each parameter.
+            "hsdp": shards within groups of processes, copies between groups.
         device_type: "cpu" or "cuda".
     """
 
-    spreads = True
+    is_distributed = True
 
     def __init__(self, shard: str, device_type: str) -> None:
         self.shard = shard
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self._local = int(os.environ.get("LOCAL_RANK", self.rank))
-        self._here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        self._local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
+        self._local_world = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
         self._device_type = device_type
-        # Numbers of the host, which must not wait for the GPU.
-        self._host = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self.cutters = None if shard == "ddp" else self._host
+        # Gloo, for numbers on the host: sending them must not wait for the GPU.
+        self._host_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self.shard_group = None if shard == "ddp" else self._host_group
 
     def device(self, wanted: torch.device) -> torch.device:
-        """A GPU for each process of a machine, where they are not on the CPU."""
+        """Return the CPU, or one GPU of the machine for each of its processes."""
         if wanted.type != "cuda":
             return wanted
-        if self._here > torch.cuda.device_count():
+        gpus = torch.cuda.device_count()
+        if self._local_world > gpus:
             raise InputError(
-                f"{self._here} processes on a machine with {torch.cuda.device_count()} GPUs; "
-                f"start as many as there are GPUs with --nproc-per-node"
+                f"torchrun started {self._local_world} processes on a machine with {gpus} GPUs; "
+                f"start at most {gpus} with --nproc-per-node"
             )
-        device = torch.device("cuda", self._local)
+        device = torch.device("cuda", self._local_rank)
         torch.cuda.set_device(device)
         return device
 
-    def total(self, number: int) -> int:
-        """The sum over all processes."""
-        return int(self._summed(torch.tensor(number)))
+    def sum(self, number: int) -> int:
+        """Return the sum over all processes."""
+        return int(self._reduced(torch.tensor(number)))
 
     def mean(self, number: float) -> float:
-        """The mean over all processes."""
-        return float(self._summed(torch.tensor(number, dtype=torch.float64))) / self.world
+        """Return the mean over all processes."""
+        return float(self._reduced(torch.tensor(number, dtype=torch.float64))) / self.world
 
-    def dealt(self, mine: Sequence[T]) -> list[T]:
-        """What was dealt out one by one to the processes, in order."""
+    def interleaved(self, mine: Sequence[T]) -> list[T]:
+        """Gather items that were dealt to the processes in turn, in their original order."""
         boxed = [[[one] for one in own] for own in self._gathered(list(mine))]
         rounds = zip_longest(*boxed, fillvalue=[])
         return [one for box in chain.from_iterable(rounds) for one in box]
 
-    def together(self, call: Callable[[], T]) -> T:
-        """Do something on every process; where it fails on one, all of them stop."""
+    def run_on_all(self, call: Callable[[], T]) -> T:
+        """Call a function on all processes; if it fails on one, all of them raise."""
         failure: Exception | None = None
         try:
             result = call()
-        except Exception as error:  # whatever it is, the others must not wait in vain
+        except Exception as error:  # of any kind: the other processes must not wait forever
             failure = error
         reasons = [one for one in self._gathered(failure and str(failure)) if one is not None]
         if failure is not None and not isinstance(failure, InputError):
@@ -153,38 +154,39 @@ class Ranks(Alone):
             raise InputError(reasons[0]) from failure
         return result
 
-    def first_alone(self, call: Callable[[], T]) -> T:
-        """Do something on every process, on the first of each machine before the others."""
-        first = self.together(call) if self._local == 0 else self.together(lambda: None)
-        rest = self.together(call) if self._local != 0 else self.together(lambda: None)
-        result = first if self._local == 0 else rest
+    def run_first_then_others(self, call: Callable[[], T]) -> T:
+        """Call a function on the first process of each machine, then on the others."""
+        is_first = self._local_rank == 0
+        first = self.run_on_all(call) if is_first else self.run_on_all(lambda: None)
+        other = self.run_on_all(call) if not is_first else self.run_on_all(lambda: None)
+        result = first if is_first else other
         assert result is not None
         return result
 
-    def spread(self, model: WhisperForConditionalGeneration) -> nn.Module:
-        """The forward pass of a model that the processes share; the model is spread in place."""
-        forward = Pass(model)
-        if not self.cuts:
-            devices = [self._local] if self._device_type == "cuda" else None
-            return nn.parallel.DistributedDataParallel(forward, devices)
+    def distribute(self, model: WhisperForConditionalGeneration) -> nn.Module:
+        """Distribute a model in place, and return the module that computes its loss."""
+        module = LossModule(model)
+        if not self.is_sharded:
+            devices = [self._local_rank] if self._device_type == "cuda" else None
+            return nn.parallel.DistributedDataParallel(module, devices)
         from torch.distributed.fsdp import fully_shard
 
         mesh = self._mesh()
         for layer in (*model.model.encoder.layers, *model.model.decoder.layers):
             fully_shard(layer, mesh=mesh)
-        fully_shard(forward, mesh=mesh)
-        return forward
+        fully_shard(module, mesh=mesh)
+        return module
 
     @contextmanager
-    def adding_up(self, spread: Any, is_last: bool) -> Iterator[None]:
-        """Passes in it add to the gradients; the last one of a step makes them everybody's."""
-        if self.cuts:
-            spread.set_requires_gradient_sync(is_last)
+    def accumulating(self, module: Any, is_last: bool) -> Iterator[None]:
+        """Accumulate gradients; reduce them over the processes in the last pass of a step."""
+        if self.is_sharded:
+            module.set_requires_gradient_sync(is_last)
             yield
         elif is_last:
             yield
         else:
-            with spread.no_sync():
+            with module.no_sync():
                 yield
 
     def _mesh(self) -> DeviceMesh:
@@ -192,57 +194,57 @@ class Ranks(Alone):
 
         if self.shard == "fsdp":
             return init_device_mesh(self._device_type, (self.world,))
-        # Parts within a machine, where messages are fast; on one machine alone, two copies.
-        group = self._here if self._here < self.world else self.world // 2
+        # Shards within a machine, where communication is fast; a single machine is cut in half.
+        group = self._local_world if self._local_world < self.world else self.world // 2
         shape = (self.world // group, group)
-        return init_device_mesh(self._device_type, shape, mesh_dim_names=("copies", "parts"))
+        return init_device_mesh(self._device_type, shape, mesh_dim_names=("replicate", "shard"))
 
-    def _summed(self, number: Tensor) -> Tensor:
-        dist.all_reduce(number, group=self._host)
+    def _reduced(self, number: Tensor) -> Tensor:
+        dist.all_reduce(number, group=self._host_group)
         return number
 
     def _gathered(self, mine: T) -> list[T]:
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, mine, group=self._host)
+        dist.all_gather_object(found, mine, group=self._host_group)
         return found
 
 
 def is_first() -> bool:
-    """Whether this is the process that speaks for all."""
+    """Return whether this is the first process, the only one that prints and writes."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 @contextmanager
-def started(shard: str | None, device: torch.device) -> Iterator[Alone]:
-    """The processes of a training, as `torchrun` started them, or this one alone.
+def training_processes(shard: str | None, device: torch.device) -> Iterator[SingleProcess]:
+    """Yield the processes of a training, as `torchrun` started them, or this one.
 
     Args:
-        shard: One of `SHARDINGS`; None for one process.
-        device: The kind of device to train on.
+        shard: One of `SHARDINGS`; None is one process.
+        device: The type of device to train on.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     _check(shard, world)
     if shard is None:
-        yield Alone()
+        yield SingleProcess()
         return
     is_mine = not dist.is_initialized()
     if is_mine:
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=PATIENCE)
+        dist.init_process_group(backend, timeout=TIMEOUT)
     try:
-        yield Ranks(shard, device.type)
+        yield MultiProcess(shard, device.type)
     finally:
         if is_mine:
             dist.destroy_process_group()
 
 
 def check_batch(batch_size: int, world: int) -> None:
-    """Refuse a batch that cannot be cut into equal parts."""
+    """Raise InputError if a batch cannot be divided into equal parts."""
     if batch_size % world:
         near = -(-batch_size // world) * world
         raise InputError(
-            f"--batch-size {batch_size} cannot be shared by {world} processes, which all together "
-            f"take one batch; take a multiple of {world}, such as {near}"
+            f"--batch-size {batch_size} cannot be divided among {world} processes; choose a "
+            f"multiple of {world}, such as {near}"
         )
 
 
@@ -250,19 +252,19 @@ def _check(shard: str | None, world: int) -> None:
     if shard is None:
         if world > 1:
             raise InputError(
-                f"torchrun started {world} processes, but each would train alone; add --shard "
-                f"with one of {', '.join(SHARDINGS)}"
+                f"torchrun started {world} processes, and each would train its own model; add "
+                f"--shard with one of {', '.join(SHARDINGS)}"
             )
         return
     if shard not in SHARDINGS:
         raise InputError(f"--shard must be one of {', '.join(SHARDINGS)}, got {shard!r}")
     if "RANK" not in os.environ:
         raise InputError(
-            f"--shard {shard} needs several processes: torchrun --nproc-per-node 2 -m maxfactor "
-            f"train --shard {shard} …"
+            f"--shard {shard} needs several processes: torchrun --nproc-per-node 2 "
+            f"-m maxfactor_speech train --shard {shard} …"
         )
     if shard == "hsdp" and (world < 4 or world % 2):
         raise InputError(
             f"--shard hsdp needs an even number of processes, at least 4, got {world}; "
-            "--shard fsdp takes any"
+            "--shard fsdp takes any number"
         )

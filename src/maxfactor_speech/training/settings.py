@@ -1,17 +1,21 @@
-"""What decides a training: its settings, checked, in a file beside it, and the rate they give."""
+"""The settings of a training: checked, stored in `settings.json`, and the learning-rate schedule.
+
+Reference:
+    Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, arXiv:1608.03983
+    (the cosine schedule).
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from maxfactor.checks import check_count, check_positive, check_share
 from maxfactor_speech.data import corpus
-from maxfactor_speech.data.audio import InputError
+from maxfactor_speech.errors import InputError
 from maxfactor_speech.training.optimizers import default_lr
 
 if TYPE_CHECKING:
@@ -20,8 +24,8 @@ if TYPE_CHECKING:
 
 SETTINGS = "settings.json"
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-MOST_UTTERANCES = 24_000  # synthesised unless asked for more
-SEEDS = 2**63  # what torch and numpy both take
+MOST_UTTERANCES = 24_000  # synthesised by default
+SEEDS = 2**63  # torch and numpy both take smaller seeds
 COUNTS = (
     "utterances",
     "validation_utterances",
@@ -35,33 +39,33 @@ COUNTS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """All that decides what a training computes.
+    """Everything that determines the result of a training.
 
     Args:
-        task: "digits" or "sentences", synthesised; left aside where `data` is given.
+        task: "digits" or "sentences", synthesised; unused if `data` is given.
         language: "en", "de" or "es", of the task.
         data: Folder in LibriSpeech's layout, or TSV or JSONL file of path and text.
-        validation: The same for validation; None keeps one in twenty of `data` back.
-        utterances: How many to synthesise; None takes as many as are used, 24 000 at most.
+        validation: The same for validation; None splits off one in twenty of `data`.
+        utterances: How many to synthesise; None is the number that is used, at most 24 000.
         validation_utterances: How many to synthesise for validation.
-        model: "nano", "tiny" or "base", with random weights, or the folder of a model.
-        optimizer: A recipe of ours, or "adamw", "adafactor", "muon", "lion".
-        lr: The highest rate; None takes the optimizer's own.
-        weight_decay: Of matrices; None takes the optimizer's own.
-        schedule: After the warm-up, "cosine" or "linear" to zero, or "constant".
-        warmup: Share of the steps over which the rate rises.
-        clip: Norm that gradients are clipped to; None takes the optimizer's own, 0 none.
-        steps: Of the optimizer.
-        batch_size: Utterances to a forward pass.
-        grad_accum: Forward passes to a step.
-        dtype: Of autocast: "fp32" for none, "bf16" or "fp16".
+        model: "nano", "tiny" or "base" with random weights, or the folder of a model.
+        optimizer: A recipe of MaxFactor, or "adamw", "adafactor", "muon", "lion".
+        lr: The peak learning rate; None is the optimizer's default.
+        weight_decay: For matrices; None is the optimizer's default.
+        schedule: After warm-up: "cosine" or "linear" to zero, or "constant".
+        warmup: Fraction of the steps over which the learning rate rises.
+        clip: Norm that gradients are clipped to; None is the optimizer's default, 0 disables it.
+        steps: Steps of the optimizer.
+        batch_size: Utterances per forward pass.
+        grad_accum: Forward passes per step.
+        dtype: Of autocast: "bf16" or "fp16"; "fp32" disables autocast.
         device: "auto", "cpu", "cuda", …
-        seed: Of weights, order and augmentation; what is synthesised stays the same.
-        spec_augment: Whether to blank out stretches of the features.
-        cuda_graphs: On a GPU, whether to launch whole passes at once, of batches that are filled
-            up to few shapes.
+        seed: Of weights, order and augmentation; synthesised speech does not depend on it.
+        spec_augment: Whether to mask stretches of the features.
+        cuda_graphs: On a GPU, whether to launch each pass as one graph. Batches are then padded
+            to few shapes.
         evaluate_every: Steps between evaluations, and between checkpoints.
-        keep: How many checkpoints to keep.
+        keep: Checkpoints to keep.
     """
 
     task: str = "digits"
@@ -91,44 +95,49 @@ class Settings:
     def __post_init__(self) -> None:
         corpus.check(self.task, self.language)
         default_lr(self.optimizer)
-        _check_choice("schedule", self.schedule, SCHEDULES)
-        _check_choice("dtype", self.dtype, DTYPES)
+        self._require(self.schedule in SCHEDULES, "schedule", f"one of {', '.join(SCHEDULES)}")
+        self._require(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
         for name in COUNTS:
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), 1)
-        check_share("warmup", self.warmup)
-        if self.lr is not None:
-            check_positive("lr", self.lr)
-        _check_not_negative("weight_decay", self.weight_decay, "0 is none")
-        _check_not_negative("clip", self.clip, "0 is no clipping")
-        if not 0 <= self.seed < SEEDS:
-            raise ValueError(f"seed must lie in [0, 2^63), got {self.seed}")
+            value = getattr(self, name)
+            is_count = type(value) is int and value >= 1
+            self._require(value is None or is_count, name, "a whole number of at least 1")
+        self._require(0.0 <= self.warmup < 1.0, "warmup", "at least 0 and less than 1")
+        self._require(self.lr is None or 0.0 < self.lr < math.inf, "lr", "finite and positive")
+        for name in ("weight_decay", "clip"):
+            value = getattr(self, name)
+            is_valid = value is None or 0.0 <= value < math.inf
+            self._require(is_valid, name, "finite and not negative (0 disables it)")
+        self._require(0 <= self.seed < SEEDS, "seed", "at least 0 and less than 2^63")
         if self.validation is not None and self.data is None:
-            raise ValueError(f"validation must come with data, got {self.validation!r} alone")
+            raise ValueError(f"validation must be given with data, got only {self.validation!r}")
         if self.device != "auto":
             parse_device(self.device)
 
+    def _require(self, is_valid: bool, name: str, requirement: str) -> None:
+        if not is_valid:
+            raise ValueError(f"{name} must be {requirement}, got {getattr(self, name)!r}")
+
     @property
-    def rate(self) -> float:
-        """The highest learning rate: the one given, or the optimizer's own."""
+    def peak_lr(self) -> float:
+        """The given learning rate, or the optimizer's default."""
         return default_lr(self.optimizer) if self.lr is None else self.lr
 
     @property
     def utterance_count(self) -> int:
-        """How many utterances to synthesise for training."""
+        """The number of utterances to synthesise for training."""
         used = self.steps * self.batch_size * self.grad_accum
         return min(used, MOST_UTTERANCES) if self.utterances is None else self.utterances
 
     @property
     def torch_device(self) -> torch.device:
-        """The device to train on; "auto" is a GPU where there is one."""
+        """The device to train on; "auto" is a GPU if there is one."""
         if self.device != "auto":
             return find_device(self.device)
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def parse_device(name: str) -> torch.device:
-    """The device of a name, which need not be there."""
+    """Return the device of a name, whether or not this machine has it."""
     try:
         return torch.device(name)
     except RuntimeError as error:
@@ -136,33 +145,33 @@ def parse_device(name: str) -> torch.device:
 
 
 def find_device(name: str) -> torch.device:
-    """The device of a name, which must be there and compute."""
+    """Return the device of a name; raise InputError if torch cannot use it here."""
     device = parse_device(name)
-    if device.type == "cuda":  # asked without starting it: a process of its own may use it
+    if device.type == "cuda":  # counted without initialising CUDA, which a worker may need to do
         found = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= found:
             raise InputError(f"device {name}: torch finds {found} CUDA devices; use --device cpu")
         return device
     try:
-        torch.ones(1, device=device).item()  # whether it computes at all, before anything waits
+        torch.ones(1, device=device).item()  # waits for the device: the only way to test it
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         raise InputError(f"device {name}: torch cannot use it here; use --device cpu") from error
     return device
 
 
-def _cosine(share: float) -> float:
-    return 0.5 + 0.5 * math.cos(math.pi * share)
+def _cosine(progress: float) -> float:
+    return 0.5 + 0.5 * math.cos(math.pi * progress)
 
 
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": _cosine,
-    "linear": lambda share: 1.0 - share,
-    "constant": lambda share: 1.0,  # noqa: ARG005
+    "linear": lambda progress: 1.0 - progress,
+    "constant": lambda progress: 1.0,  # noqa: ARG005
 }
 
 
-def rate_factor(settings: Settings, step: int) -> float:
-    """The share of the highest rate that step 0, 1, … is taken with."""
+def lr_factor(settings: Settings, step: int) -> float:
+    """Return the learning rate of step 0, 1, … as a fraction of the peak."""
     warmup = round(settings.warmup * settings.steps)
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -170,10 +179,10 @@ def rate_factor(settings: Settings, step: int) -> float:
 
 
 def read_settings(out: Path) -> Settings:
-    """The settings that a folder's training was started with."""
+    """Return the settings that the training in a folder was started with."""
     path = out / SETTINGS
     if not path.exists():
-        raise InputError(f"{out}: holds no training to go on with; without --resume one begins")
+        raise InputError(f"{out}: contains no training to resume; start one without --resume")
     try:
         saved = json.loads(path.read_text())
         known = {field.name for field in fields(Settings)}
@@ -183,22 +192,12 @@ def read_settings(out: Path) -> Settings:
 
 
 def check_same(out: Path, settings: Settings) -> None:
-    """Refuse settings that are not those a folder's training was started with."""
+    """Raise InputError if the training in a folder was started with other settings."""
     before = read_settings(out)
     for field in fields(Settings):
         old, new = getattr(before, field.name), getattr(settings, field.name)
         if old != new:
             raise InputError(
-                f"{out}: was started with {field.name}={old!r}, cannot go on with {new!r}; "
-                f"another --out begins anew, with --model {out} from the weights it has"
+                f"{out}: was started with {field.name}={old!r}, cannot resume with {new!r}; "
+                f"choose another --out, and --model {out} to start from these weights"
             )
-
-
-def _check_not_negative(name: str, value: float | None, zero: str) -> None:
-    if value is not None and not (math.isfinite(value) and value >= 0.0):
-        raise ValueError(f"{name} must be finite and not negative, {zero}, got {value}")
-
-
-def _check_choice(name: str, value: str, choices: Any) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

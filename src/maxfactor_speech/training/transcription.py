@@ -1,4 +1,4 @@
-"""What is said in audio files, by a trained model."""
+"""Transcription of audio files with a trained model."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from maxfactor_speech.data.audio import SAMPLE_RATE, InputError, read, samples_in
+from maxfactor_speech.data.audio import SAMPLE_RATE, read, samples_in
 from maxfactor_speech.data.features import GRAIN, log_mel
+from maxfactor_speech.errors import InputError
 from maxfactor_speech.training.checkpoint import load_model
 from maxfactor_speech.training.evaluation import transcribe
-from maxfactor_speech.training.model import POSITIONS_PER_SECOND
+from maxfactor_speech.training.model import longest_audio
 from maxfactor_speech.training.settings import find_device
 
 if TYPE_CHECKING:
@@ -21,21 +22,21 @@ if TYPE_CHECKING:
 def transcribe_files(
     model_folder: Path, paths: Sequence[Path], device: str = "cpu"
 ) -> Iterator[tuple[Path, str]]:
-    """Yield each file and its text; every file is looked at before the first is written down.
+    """Yield each file and its text; all files are checked before the first is transcribed.
 
     Args:
-        model_folder: Of a training, a checkpoint, or any Whisper.
-        paths: Audio files of any rate, mono or stereo.
+        model_folder: The folder of a training, a checkpoint, or any Whisper model.
+        paths: Audio files of any sampling rate, mono or stereo.
         device: Where to compute.
     """
     place = find_device(device)
     model, codec = load_model(model_folder)
-    longest = model.config.max_source_positions // POSITIONS_PER_SECOND
+    longest = longest_audio(model)
     for path in paths:
         seconds = samples_in(path) / SAMPLE_RATE
         if seconds > longest:
-            raise InputError(f"{path}: {seconds:.1f} s long, this model takes {longest} at most")
-    model.to(place)  # type: ignore[arg-type]  # mistaken by a decorator's types
+            raise InputError(f"{path}: {seconds:.1f} s long, but the model takes at most {longest}")
+    model.to(place)  # type: ignore[arg-type]  # a decorator in transformers has wrong types
     for path in paths:
         wave = torch.from_numpy(read(path)).to(place)
         wave = torch.nn.functional.pad(wave, (0, -len(wave) % GRAIN))
