@@ -350,10 +350,12 @@ def test_a_comparison_that_is_stopped_saves_and_leaves_no_training_behind(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals of POSIX")
-def test_a_process_that_is_killed_is_missed(tmp_path: Path) -> None:
-    """What they do is not of this module, which takes long to import."""
+def test_a_killed_process_is_detected(tmp_path: Path) -> None:
+    """The functions are not from this module, because the workers would have to import it."""
     assert list(in_processes(abs, [-2, 3], 1)) == [2, 3]
-    with pytest.raises(InputError, match=r"9: its process was killed by signal 9.*fewer --jobs"):
+    with pytest.raises(
+        InputError, match=r"9: its process was killed by signal 9.*a smaller --jobs"
+    ):
         list(in_processes(signal.raise_signal, [int(signal.SIGKILL)], 1))
     with pytest.raises(InputError, match="contains no training to resume"):
         list(in_processes(read_settings, [tmp_path], 1))

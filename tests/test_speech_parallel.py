@@ -230,7 +230,7 @@ def _refuses(*_: object) -> None:
         (
             ["--shard", "fsdp"],
             {},
-            "torchrun --nproc-per-node 2 -m maxfactor_speech train --shard fsdp",
+            "torchrun .*2 -m maxfactor_speech train --shard fsdp",
         ),
         ([], {"RANK": "0", "WORLD_SIZE": "2"}, "torchrun started 2 processes"),
         (["--shard", "tp"], {"RANK": "0"}, "one of ddp, fsdp, hsdp, got 'tp'"),
