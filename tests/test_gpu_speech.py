@@ -1,6 +1,6 @@
-"""The speech job on a real GPU: going on bit for bit, graphs, and no wait for the device.
+"""Training on a real GPU: bit-exact resuming, CUDA graphs, and no waits for the device.
 
-Noise in place of speech, and no error rates: torch, numpy and transformers are enough for this.
+Utterances are noise and error rates are not computed: torch, numpy and transformers are enough.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BASE = Settings(
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("optimizer", ["quality", "fast", "adamw"])
-def test_a_stopped_training_goes_on_to_the_same_weights(
+def test_a_resumed_training_reaches_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, graphs: bool, dtype: str
 ) -> None:
     monkeypatch.setattr(Trainer, "evaluate", lambda _: Evaluation(1.0, 1.0, []))
@@ -68,7 +68,7 @@ def _failing(given: Prepared, after: int, monkeypatch: pytest.MonkeyPatch) -> Pr
 
 @pytest.mark.parametrize("accumulated", [1, 3])
 @pytest.mark.parametrize("optimizer", ["adamw", "quality", "fast", "lean", "muon"])
-def test_graphs_compute_what_steps_do(optimizer: str, accumulated: int) -> None:
+def test_graphs_compute_the_same_steps(optimizer: str, accumulated: int) -> None:
     """With a learning rate that changes in each step, and Muon, whose steps are not captured."""
     settings = replace(BASE, optimizer=optimizer, grad_accum=accumulated, steps=8)
     graphs = Trainer(settings, prepared())
@@ -102,7 +102,7 @@ def test_a_step_does_not_wait_for_the_device(optimizer: str, graphs: bool) -> No
     assert all(bool(loss.isfinite()) for loss in losses)
 
 
-def test_a_graph_that_skips_every_step_is_given_up() -> None:
+def test_a_graph_that_skips_every_step_raises() -> None:
     trainer = Trainer(replace(BASE, optimizer="fast", steps=40), prepared())
     batches = trainer.batches()
     next(trainer.model.parameters()).data.fill_(float("nan"))

@@ -1,4 +1,4 @@
-"""Comparisons: the same data for all, nothing done twice, and a page that a browser shows."""
+"""Comparisons: the same data for all, finished trainings are reused, and the report."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def faked(monkeypatch: pytest.MonkeyPatch, wers: dict[tuple[str, float], float])
     return seen
 
 
-def test_everybody_gets_the_same_data_seeds_and_steps(
+def test_all_optimizers_get_the_same_data_seeds_and_steps(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen = faked(monkeypatch, {})
@@ -105,7 +105,9 @@ def test_tuning_takes_the_best_rate(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert {(one.optimizer, one.lr) for one in results} == {("quality", 0.01), ("adamw", 0.002)}
 
 
-def test_the_faster_get_as_much_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_faster_optimizers_get_the_same_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     seen = faked(monkeypatch, {})
     base = replace(BASE, steps=100, utterances=None)
     comparison = Comparison(base, ["quality", "adamw", "muon"], same_time=True)
@@ -130,7 +132,7 @@ def test_wrong_comparisons_are_refused(names: list[str], seeds: int, message: st
         Comparison(BASE, names, seeds)
 
 
-def test_trainings_are_not_done_twice(tmp_path: Path) -> None:
+def test_finished_trainings_are_reused(tmp_path: Path) -> None:
     cache, out = tmp_path / "cache", tmp_path / "out"
     said: list[str] = []
     comparison = Comparison(BASE, ["quality", "adamw"])
@@ -170,13 +172,13 @@ def test_trainings_are_not_done_twice(tmp_path: Path) -> None:
     assert "Up to 2 trainings ran at the same time" in shown
 
 
-def test_tuning_goes_on_in_the_folder_of_a_comparison() -> None:
+def test_tuning_reuses_the_training_with_the_default_rate() -> None:
     plain, tuning = Comparison(BASE, ["quality"]), Comparison(BASE, ["quality"], tune=True)
     tried = tuning.run("quality", default_lr("quality"), 0)
     assert plain.run("quality", None, 0) == tried
 
 
-def test_a_tie_of_rates_goes_by_letters_then_by_loss() -> None:
+def test_equal_word_errors_are_ranked_by_characters_then_loss() -> None:
     def tried(lr: float, cer: float | None, loss: float) -> RunResult:
         wer = None if cer is None else 1.0
         lines = [{"step": 1, "seconds": 1.0, "loss": loss}]
@@ -203,7 +205,7 @@ def spoilt(monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "quality"])
-def test_a_training_that_turns_to_nan_ends_in_one_line(
+def test_a_nan_loss_ends_a_training_with_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, optimizer: str
 ) -> None:
     spoilt(monkeypatch, optimizer)
@@ -212,7 +214,7 @@ def test_a_training_that_turns_to_nan_ends_in_one_line(
         train(settings, tmp_path / "out", cache=tmp_path / "cache")
 
 
-def test_an_optimizer_that_gives_up_ends_a_training_in_one_line(
+def test_too_many_skipped_steps_end_a_training_with_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def check(_: Trainer) -> None:
@@ -223,7 +225,7 @@ def test_an_optimizer_that_gives_up_ends_a_training_in_one_line(
         train(BASE, tmp_path / "out", cache=tmp_path / "cache")
 
 
-def test_one_step_without_a_loss_ends_no_training(
+def test_a_single_nan_loss_does_not_end_a_training(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     step = Trainer.train_step
@@ -237,7 +239,7 @@ def test_one_step_without_a_loss_ends_no_training(
     assert train(settings, tmp_path / "out", cache=tmp_path / "cache").evaluation is not None
 
 
-def test_who_diverges_is_said_so_and_ends_no_other(
+def test_a_diverged_training_is_reported_and_the_others_continue(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     spoilt(monkeypatch, "quality")
@@ -253,7 +255,7 @@ def test_who_diverges_is_said_so_and_ends_no_other(
     assert cells["adamw"][2].endswith("%")
 
 
-def test_a_report_of_nothing_but_divergence() -> None:
+def test_a_report_of_diverged_trainings() -> None:
     lost = [result_of("fast", wer=None, cer=None, metrics=[], examples=[], seed=n) for n in (0, 1)]
     page = report(lost, "Speech")
     assert rows(page)["fast"][2] == "diverged"
@@ -264,7 +266,9 @@ def test_a_report_of_nothing_but_divergence() -> None:
     assert best_label(some) == "adamw"
 
 
-def test_the_best_is_so_in_the_mean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_best_optimizer_has_the_best_mean(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     lucky = [result_of("fast", wer=0.01), result_of("fast", wer=0.9, seed=1)]
     steady = [result_of("adamw", wer=0.2), result_of("adamw", wer=0.1, seed=1)]
     monkeypatch.setattr(comparing, "compare", lambda *_: [*lucky, *steady])
@@ -318,7 +322,7 @@ def until(holds: Callable[[], bool], seconds: float = 120.0) -> bool:
     [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, True)],
     ids=["kill", "a scheduler", "Ctrl-C"],
 )
-def test_a_comparison_that_is_stopped_saves_and_leaves_no_training_behind(
+def test_a_stopped_comparison_saves_and_ends_its_trainings(
     tmp_path: Path, number: signal.Signals, to_all: bool
 ) -> None:
     out = tmp_path / "out"
@@ -372,7 +376,7 @@ def test_two_comparisons_do_not_train_in_one_folder(tmp_path: Path) -> None:
         comparing._train_in_worker(run, tmp_path, tmp_path / "cache", 1)
 
 
-def test_trainings_side_by_side_share_the_cores(
+def test_parallel_trainings_share_the_cores(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     taken: list[int] = []
@@ -386,7 +390,7 @@ def test_trainings_side_by_side_share_the_cores(
     assert taken == [2, 1]
 
 
-def test_a_wrong_name_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_wrong_name_is_reported_in_one_line(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["compare", "--optimizers=sgd", f"--out={tmp_path / 'out'}"])
     assert result.exit_code == 2
     assert "got 'sgd'" in result.stderr
@@ -430,7 +434,7 @@ def test_the_table_has_means_and_spreads() -> None:
     assert cells["fast"][5:] == ["100", "2", "8.00", "50"]
 
 
-def test_the_page_tells_the_settings_and_the_rates_that_were_tried() -> None:
+def test_the_page_shows_the_settings_and_the_rates_tried() -> None:
     tried = [result_of("adamw", lr=lr, wer=wer) for lr, wer in ((0.0005, 0.4), (0.001, 0.2))]
     tried.append(result_of("adamw", lr=0.002, wer=None, cer=None))
     page = report(several(), "Speech", "model nano, batches of 16", tried)
@@ -442,12 +446,12 @@ def test_the_page_tells_the_settings_and_the_rates_that_were_tried() -> None:
     assert "Learning rates tried" not in report(several(), "Speech")
 
 
-def test_the_page_says_that_trainings_ran_side_by_side() -> None:
+def test_the_page_warns_about_parallel_trainings() -> None:
     assert "at the same time" not in report(several(), "Speech")
     assert "Up to 3 trainings ran at the same time" in report([result_of(jobs=3)], "Speech")
 
 
-def test_a_curve_above_one_is_seen_where_there_is_no_other() -> None:
+def test_error_rates_above_one_are_shown_if_all_are() -> None:
     def top(*results: RunResult) -> float:
         [first, _] = re.findall(r'"range":\[0\.0,([0-9.]+)\]', report(results, "Speech"))
         return float(first)
@@ -457,13 +461,13 @@ def test_a_curve_above_one_is_seen_where_there_is_no_other() -> None:
     assert top(result_of("fast", wer=None, metrics=[])) == pytest.approx(1.05)
 
 
-def test_every_optimizer_has_a_color_of_its_own() -> None:
+def test_every_optimizer_has_its_own_color() -> None:
     page = report([result_of(name) for name in names()], "Speech")
     colors = re.findall(r'class="swatch" style="background:(#[0-9a-f]+)"', page)
     assert len(set(colors)) == len(names())
 
 
-def test_the_page_shows_texts_as_they_are() -> None:
+def test_the_page_escapes_texts() -> None:
     page = report(several(), "Speech <b>")
     assert "Speech &lt;b&gt;" in page
     assert "<td>one &lt;two&gt;</td>" in page
@@ -492,6 +496,6 @@ def test_a_browser_shows_the_page(tmp_path: Path) -> None:
         assert title in shown.stdout
 
 
-def test_results_survive_a_file() -> None:
+def test_results_are_restored_from_json() -> None:
     one = result_of()
     assert RunResult(**json.loads(json.dumps(vars(one)))) == one

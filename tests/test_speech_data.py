@@ -1,4 +1,4 @@
-"""What is said, how it sounds, how it is kept, and how it is read."""
+"""Texts, synthesis, recordings, features, shards and batches."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tone(hertz: float, rate: int, seconds: float = 0.5) -> audio.Wave:
 
 @pytest.mark.parametrize("language", LANGUAGES)
 @pytest.mark.parametrize("task", corpus.TASKS)
-def test_texts_are_decided_by_seed_and_number(task: str, language: str) -> None:
+def test_texts_depend_only_on_seed_and_number(task: str, language: str) -> None:
     first = list(corpus.texts(task, 50, language, seed=1))
     assert first[7:9] == [corpus.draw(task, number, language, seed=1) for number in (7, 8)]
     assert first != list(corpus.texts(task, 50, language, seed=2))
@@ -104,13 +104,13 @@ def test_resampling_keeps_a_tone(rate: int, hertz: float) -> None:
     np.testing.assert_allclose(resampled, expected, atol=2e-4)
 
 
-def test_resampling_removes_what_does_not_fit() -> None:
+def test_resampling_removes_frequencies_above_nyquist() -> None:
     resampled = audio.resample(tone(9_000.0, 48_000), 48_000, SAMPLE_RATE)
     assert np.abs(resampled).max() < 1e-3
 
 
 @pytest.mark.parametrize("suffix", ["wav", "flac", "ogg"])
-def test_stereo_of_another_rate_is_read_as_mono_of_ours(tmp_path: Path, suffix: str) -> None:
+def test_stereo_of_another_rate_is_read_as_16_khz_mono(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"stereo.{suffix}"
     left, right = tone(440.0, 44_100), np.zeros(22_050, np.float32)
     soundfile.write(path, np.stack([left, right], axis=1), 44_100)
@@ -169,12 +169,12 @@ def test_mel_filters_are_whispers_own() -> None:
     torch.testing.assert_close(mel_filters(), expected, atol=1e-7, rtol=1e-5)
 
 
-def test_sixteen_bits_are_floats_between_one_and_minus_one() -> None:
+def test_16_bit_samples_are_scaled_to_one() -> None:
     samples = torch.randint(-3000, 3000, (2, 3200), dtype=torch.int16)
     torch.testing.assert_close(log_mel(samples), log_mel(samples / 32768.0))
 
 
-def test_spec_augment_blanks_out_stretches() -> None:
+def test_spec_augment_masks_stretches() -> None:
     features = torch.rand(64, 80, 300) + 1.0
     masked, again = (
         spec_augment(features, draw_stretches(64, torch.Generator().manual_seed(0)))
@@ -226,7 +226,7 @@ def test_every_part_of_a_request_is_heard(espeak: Espeak) -> None:
 
 
 @pytest.mark.parametrize("snr", [10.0, 30.0])
-def test_noise_is_as_loud_as_asked_for(espeak: Espeak, snr: float) -> None:
+def test_noise_has_the_requested_level(espeak: Espeak, snr: float) -> None:
     clean, noisy = (
         synthesis.render(SpeechRequest("one two three", "gmw/en-US", 170, 50, level, 1), espeak)
         for level in (200.0, snr)
@@ -236,7 +236,7 @@ def test_noise_is_as_loud_as_asked_for(espeak: Espeak, snr: float) -> None:
     assert 10 * np.log10(np.mean(speech**2) / np.mean(noise**2)) == pytest.approx(snr, abs=0.5)
 
 
-def test_every_voice_is_there(espeak: Espeak) -> None:
+def test_every_voice_exists(espeak: Espeak) -> None:
     for voice in {voice for voices in synthesis.VOICES.values() for voice in voices}:
         samples, rate = espeak.say("ja", voice, 170, 50)
         assert rate == 22_050
@@ -293,7 +293,7 @@ def test_the_number_of_workers_changes_nothing(
     assert [alone.text(number) for number in range(10)] == list(corpus.texts("digits", 10, seed=5))
 
 
-def test_speech_is_taken_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_speech_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script("digits")
     [path] = synthesis.synthesise(script, 3, tmp_path, 1).paths
     monkeypatch.setattr(synthesis, "render", None)  # whoever calls it now fails
@@ -305,7 +305,7 @@ def test_speech_is_taken_from_the_cache(tmp_path: Path, monkeypatch: pytest.Monk
     assert path.read_bytes() == whole
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(
+def test_a_full_disk_is_reported_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_: int) -> None:
@@ -328,7 +328,7 @@ def many_shards(folder: Path, count: int) -> ShardedUtterances:
     return ShardedUtterances(paths)
 
 
-def test_shards_give_back_what_was_written(tmp_path: Path) -> None:
+def test_shards_return_what_was_written(tmp_path: Path) -> None:
     spoken = [Utterance(np.arange(n, dtype=np.int16), f"höre {n}") for n in (5, 1, 7)]
     paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     shards.write_shard(paths[0], spoken[:2])
@@ -387,7 +387,7 @@ def test_an_epoch_has_every_utterance_once() -> None:
     assert not np.array_equal(order[0], order[10])  # another epoch, another order
 
 
-def test_order_is_decided_by_the_seed() -> None:
+def test_order_depends_only_on_the_seed() -> None:
     lengths = np.arange(100, dtype=np.int32)
     one, same, other = (Order(lengths, 8, seed) for seed in (1, 1, 2))
     later = same[57]  # asked for out of turn
@@ -405,13 +405,13 @@ def test_bucketing_saves_padding() -> None:
     assert longest != sorted(longest)  # but not one after the other by length
 
 
-def test_fewer_utterances_than_a_batch_come_again() -> None:
+def test_utterances_repeat_if_they_do_not_fill_a_batch() -> None:
     order = Order(np.array([5, 6, 7], np.int32), 8, seed=0)
     assert len(order[0]) == 8
     assert set(order[0]) == {0, 1, 2}
 
 
-def test_collating_fills_up_with_silence() -> None:
+def test_collating_pads_with_silence() -> None:
     data = Made([100, 321, 640])
     batch = collate(data, [0, 1])
     assert batch.samples.shape == (2, 640)  # a multiple of two frames
@@ -423,7 +423,7 @@ def test_collating_fills_up_with_silence() -> None:
         collate(data, [2], 320)
 
 
-def test_batches_go_on_where_they_stopped() -> None:
+def test_batches_resume_at_any_number() -> None:
     data, codec = Made(list(range(400, 480))), Codec.build("ab")
     order = Order(data.lengths, 6, seed=0)
 
@@ -438,7 +438,7 @@ def test_batches_go_on_where_they_stopped() -> None:
         assert torch.equal(one.labels, other.labels)
 
 
-def test_batches_are_filled_up_to_few_shapes() -> None:
+def test_batches_are_padded_to_few_shapes() -> None:
     data = Made([400 * n for n in range(1, 13)])
     codec = Codec.build("ab")
     padding = Padding(samples=1600, tokens=8, most_samples=4160, most_tokens=20)
@@ -475,7 +475,7 @@ def recording(path: Path, seconds: float = 0.5) -> Path:
     return path
 
 
-def test_lists_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_lists_are_read_literally(tmp_path: Path) -> None:
     """Quotation marks are text, one line is one recording, an accent belongs to its letter."""
     for name in ("a.wav", "b.wav"):
         recording(tmp_path / name)

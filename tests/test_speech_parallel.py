@@ -1,4 +1,4 @@
-"""`maxfactor train --shard` in two processes: what one process does, going on, stopping, errors."""
+"""`maxfactor train --shard` in two processes: results, resuming, stopping and errors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("optimizer", "shard"), [("lean", "ddp"), ("lean", "fsdp"), ("adamw", "fsdp")]
 )
-def test_two_processes_train_what_one_does(
+def test_two_processes_train_like_one(
     two: Ranks, single: Path, tmp_path: Path, optimizer: str, shard: str
 ) -> None:
     settings = replace(BASE, optimizer=optimizer)
@@ -103,7 +103,7 @@ def test_two_processes_train_what_one_does(
     [("lean", "fsdp", None), ("lean", None, "fsdp"), ("adamw", None, "fsdp"),
      ("adamw", "fsdp", "ddp")],
 )  # fmt: skip
-def test_another_number_of_processes_goes_on(
+def test_another_number_of_processes_resumes(
     two: Ranks,
     single: Path,
     tmp_path: Path,
@@ -163,10 +163,10 @@ def losses(out: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(out) if "loss" in line]
 
 
-# --------------------------------------------------------------------------- what they say
+# --------------------------------------------------------------------------- communication
 
 
-def test_what_the_processes_tell_each_other(two: Ranks) -> None:
+def test_communication_between_processes(two: Ranks) -> None:
     assert two.run(told) == [(1, 0.5, ["a", "b", "c"], "first"), (1, 0.5, ["a", "b", "c"], "rest")]
 
 
@@ -192,7 +192,7 @@ def told() -> tuple[int, float, list[str], str]:
         ("other", "only the second process sees this"),
     ],
 )
-def test_what_fails_in_one_fails_in_all(
+def test_a_failure_in_one_process_fails_in_all(
     two: Ranks, tmp_path: Path, case: str, message: str
 ) -> None:
     two.run(fails, tmp_path / "out", case, message)
@@ -209,7 +209,7 @@ def fails(out: Path, case: str, message: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs locks of POSIX")
-def test_all_are_told_that_another_trains_in_the_folder(two: Ranks, tmp_path: Path) -> None:
+def test_all_processes_see_that_the_folder_is_locked(two: Ranks, tmp_path: Path) -> None:
     with folder_lock(tmp_path):
         two.run(is_kept_out, tmp_path)
     two.run(trained, BASE, tmp_path, "ddp")
@@ -238,7 +238,7 @@ def _refuses(*_: object) -> None:
         (["--shard", "hsdp"], {"RANK": "0", "WORLD_SIZE": "5"}, "even number.*got 5"),
     ],
 )
-def test_wrong_starts_are_told_in_one_line(
+def test_wrong_starts_are_reported_in_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     options: list[str],
@@ -278,7 +278,7 @@ def test_the_command_under_torchrun(tmp_path: Path) -> None:
     assert heard.exit_code == 0, heard.output
 
 
-def test_parts_of_a_batch_are_blanked_out_as_the_whole() -> None:
+def test_parts_of_a_batch_are_masked_like_the_whole() -> None:
     features = torch.ones(4, 80, 50)
     draws = draw_stretches(4, torch.Generator().manual_seed(3))
     halves = [spec_augment(features[:2], own) for own in draws.split(2, dim=2)]

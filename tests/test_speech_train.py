@@ -1,4 +1,4 @@
-"""The training loop: going on after a stop, what it leaves behind, and the command."""
+"""The training loop: resuming, the step, checkpoints and metrics, and the command."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def lines(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / METRICS).read_text().splitlines()]
 
 
-# ------------------------------------------------------------------------------ going on
+# ------------------------------------------------------------------------------ resuming
 
 
 @pytest.mark.parametrize("optimizer", ["quality", "fast", "muon"])
-def test_a_stopped_training_goes_on_to_the_same_weights(
+def test_a_resumed_training_reaches_the_same_weights(
     cache: Path, tmp_path: Path, optimizer: str
 ) -> None:
     settings = replace(TINY, optimizer=optimizer)
@@ -95,7 +95,7 @@ def test_a_stopped_training_goes_on_to_the_same_weights(
     assert [line["step"] for line in lines(stopped)] == [2, 2, 4, 4, 6, 6]
 
 
-def test_a_checkpoint_does_not_bring_another_devices_settings(cache: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_does_not_change_device_settings(cache: Path, tmp_path: Path) -> None:
     """One from a GPU goes on here, and its rates were numbers."""
     settings = replace(TINY, optimizer="adamw")
     train(settings, tmp_path / "whole", cache=cache, workers=1)
@@ -159,9 +159,7 @@ def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
     raise AssertionError("the training did not come that far")
 
 
-def test_killed_at_a_random_step_it_goes_on_to_the_same_weights(
-    cache: Path, tmp_path: Path
-) -> None:
+def test_a_killed_training_resumes_to_the_same_weights(cache: Path, tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     process = start(killed, cache, 30)
     wait_for_step(killed, random.randrange(3, 20), process)
@@ -178,7 +176,7 @@ def test_killed_at_a_random_step_it_goes_on_to_the_same_weights(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_says_how_to_go_on(
+def test_a_signal_saves_and_prints_how_to_continue(
     cache: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     out = tmp_path / "my out"
@@ -200,7 +198,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs locks of POSIX")
-def test_a_folder_is_one_trainings_until_its_process_ends(cache: Path, tmp_path: Path) -> None:
+def test_a_folder_is_locked_until_its_training_ends(cache: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = start(out, cache, 3000)
     wait_for_step(out, 3, process)
@@ -218,7 +216,7 @@ def test_a_folder_is_one_trainings_until_its_process_ends(cache: Path, tmp_path:
         pass
 
 
-def test_a_training_that_cannot_begin_leaves_no_folder(cache: Path, tmp_path: Path) -> None:
+def test_a_training_that_cannot_start_leaves_no_folder(cache: Path, tmp_path: Path) -> None:
     settings = replace(TINY, data=str(tmp_path / "none.tsv"), utterances=None)
     (tmp_path / "mine").mkdir()
     for name, left in [("out/deep", False), ("mine", True)]:
@@ -227,7 +225,7 @@ def test_a_training_that_cannot_begin_leaves_no_folder(cache: Path, tmp_path: Pa
         assert (tmp_path / name).exists() == left
 
 
-def test_where_there_are_no_locks_a_training_goes_without(
+def test_a_file_system_without_locks_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fcntl = pytest.importorskip("fcntl")
@@ -268,7 +266,7 @@ def test_steps_take_as_many_batches_as_are_accumulated(cache: Path) -> None:
 
 @pytest.mark.parametrize("optimizer", ["quality", "adamw"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_mixed_precision_keeps_weights_in_full(cache: Path, dtype: str, optimizer: str) -> None:
+def test_mixed_precision_keeps_weights_in_float32(cache: Path, dtype: str, optimizer: str) -> None:
     mixed = trainer(cache, dtype=dtype, optimizer=optimizer)
     batches = mixed.batches()
     losses = [float(mixed.train_step(next(batches))) for _ in range(3)]
@@ -296,7 +294,7 @@ def _norm(optimizer: torch.optim.Optimizer) -> float:
     return float(torch.stack([g.norm() for g in grads if g is not None]).norm())
 
 
-def test_the_rate_rises_and_falls() -> None:
+def test_the_learning_rate_schedule() -> None:
     settings = replace(TINY, steps=100, warmup=0.1)
     factors = [lr_factor(settings, step) for step in range(100)]
     assert factors[:10] == pytest.approx([(step + 1) / 11 for step in range(10)])
@@ -339,7 +337,7 @@ def test_wrong_settings_are_refused(change: dict[str, Any]) -> None:
         Settings(**change)
 
 
-# ------------------------------------------------------------------------ what it leaves
+# --------------------------------------------------------------- checkpoints and metrics
 
 
 def test_checkpoints_are_models_and_the_last_are_kept(cache: Path, tmp_path: Path) -> None:
@@ -355,7 +353,7 @@ def test_checkpoints_are_models_and_the_last_are_kept(cache: Path, tmp_path: Pat
     assert {"loss", "lr", "effective_lr", "steps_per_second"} <= lines(tmp_path)[0].keys()
 
 
-def test_a_folder_takes_one_training(cache: Path, tmp_path: Path) -> None:
+def test_a_folder_contains_only_one_training(cache: Path, tmp_path: Path) -> None:
     train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1)
     with pytest.raises(InputError, match="already contains a training"):
         train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1)
@@ -363,7 +361,7 @@ def test_a_folder_takes_one_training(cache: Path, tmp_path: Path) -> None:
         train(TINY, tmp_path, resume=True, cache=cache, workers=1)
 
 
-def test_a_full_disk_leaves_the_last_checkpoint(
+def test_a_full_disk_keeps_the_last_checkpoint(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = torch.save
@@ -381,7 +379,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(
 
 
 @pytest.mark.parametrize("length", [0, 10, 5000])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_resumes(
     cache: Path, tmp_path: Path, length: int
 ) -> None:
     options = ["train", "--resume", "--out", tmp_path, "--cache", cache, "--workers", 1]
@@ -404,7 +402,7 @@ def test_tensorboard_on_request(cache: Path, tmp_path: Path) -> None:
     assert events.stat().st_size > 200
 
 
-def test_a_loss_that_is_no_number_is_null(tmp_path: Path) -> None:
+def test_a_nan_loss_is_written_as_null(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, 0, tensorboard=False)
     metrics.pace(Pace(1, float("nan"), 0.1, 0.1, 1.0, 1.0), {})
     assert lines(tmp_path)[0]["loss"] is None
@@ -445,7 +443,7 @@ def test_help_fits_a_screen() -> None:
         assert f"Example: maxfactor {command} " in text
 
 
-def test_files_are_transcribed_whatever_their_rate(trained: Path, tmp_path: Path) -> None:
+def test_files_of_any_rate_are_transcribed(trained: Path, tmp_path: Path) -> None:
     example = trained / "example.wav"
     result = run("transcribe", trained, example)
     assert result.exit_code == 0, result.output
@@ -490,7 +488,7 @@ def test_own_recordings_are_trained_on(tmp_path: Path, cache: Path) -> None:
     assert isinstance(checkpoint.load_model(out)[0], WhisperForConditionalGeneration)
 
 
-def test_going_on_with_other_recordings_is_refused(tmp_path: Path, cache: Path) -> None:
+def test_resuming_with_other_recordings_is_refused(tmp_path: Path, cache: Path) -> None:
     """They would come in another order, and spell with other tokens."""
     listing = recorded(tmp_path, cache)
     data = tmp_path / "all.tsv"
@@ -509,7 +507,7 @@ def test_going_on_with_other_recordings_is_refused(tmp_path: Path, cache: Path) 
     assert train(settings, out, resume=True).step == 4
 
 
-def test_a_rare_letter_in_what_was_held_out(tmp_path: Path, cache: Path) -> None:
+def test_a_rare_letter_in_the_validation_set(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "a.wav"
     spoken = synthesis.synthesise(synthesis.Script("digits"), 4, cache, 1)
     soundfile.write(path, spoken[0].samples, SAMPLE_RATE)
@@ -616,7 +614,7 @@ def wrong_train(trained: Path, folder: Path) -> list[tuple[list[object], str]]:
     ]
 
 
-def test_wrong_input_is_told_in_one_line(trained: Path, tmp_path: Path, cache: Path) -> None:
+def test_wrong_input_is_reported_in_one_line(trained: Path, tmp_path: Path, cache: Path) -> None:
     out = tmp_path / "out"
     cases = wrong_transcribe(trained, tmp_path)
     for arguments, message in wrong_train(trained, tmp_path):
@@ -631,7 +629,7 @@ def test_wrong_input_is_told_in_one_line(trained: Path, tmp_path: Path, cache: P
         assert not out.exists()
 
 
-def test_what_would_fail_later_is_told_before_speech_is_made(
+def test_errors_are_reported_before_speech_is_synthesised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
@@ -664,7 +662,7 @@ def test_what_would_fail_later_is_told_before_speech_is_made(
 
 
 @pytest.mark.parametrize("found", [True, False])
-def test_commands_to_paste_name_the_program_as_it_was_called(
+def test_hints_name_the_program_as_it_was_called(
     found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = {"maxfactor": "/bin/maxfactor", "python": sys.executable} if found else {}
@@ -689,7 +687,7 @@ def test_the_bar_shows_the_last_error_rate() -> None:
 
 
 @pytest.mark.parametrize(("width", "together"), [(50, False), (80, True)])
-def test_a_narrow_bar_shows_how_far_it_is(width: int, together: bool) -> None:
+def test_a_narrow_bar_shows_the_step(width: int, together: bool) -> None:
     shown = io.StringIO()
     bar = Bar(Console(file=shown, force_terminal=True, width=width))
     bar.begin("training", 2000)
@@ -701,7 +699,7 @@ def test_a_narrow_bar_shows_how_far_it_is(width: int, together: bool) -> None:
     assert ("steps/s" in line) == together
 
 
-def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"file/one: cannot be written, "):
         write_atomically(tmp_path / "file" / "one", b"content")
