@@ -30,7 +30,6 @@ from maxfactor_speech.training.trainer import Trainer
 from noise import prepared, weights
 from ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("speech in two processes")  # which are started once
 BASE = Settings(
     optimizer="lean",
     steps=4,
