@@ -69,10 +69,10 @@ class Padding(NamedTuple):
     """How far batches are padded. Coarse steps give few different shapes.
 
     Attributes:
-        samples: The number of samples is a multiple of this,
-        tokens: and the number of tokens is a multiple of this,
-        most_samples: unless it would exceed this number of samples
-        most_tokens: or this number of tokens.
+        samples: Audio is padded to a multiple of this number of samples.
+        tokens: Labels are padded to a multiple of this number of tokens.
+        most_samples: Audio is not padded beyond this length.
+        most_tokens: Labels are not padded beyond this length.
     """
 
     samples: int = GRAIN
