@@ -11,6 +11,8 @@ import signal
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +34,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MISSING = [name for name in ("jiwer", "soundfile", "typer") if find_spec(name) is None]
+ON_ONE_WORKER = ("test_speech_parallel.py",)  # starts two processes once for all its tests
 collect_ignore_glob = ["test_benchmarks.py", "test_speech_*.py"] if MISSING else []
 
 
@@ -39,6 +42,23 @@ def pytest_report_header() -> list[str]:
     """Say what is left out."""
     missing = f"no {', '.join(MISSING)}: left out are {', '.join(collect_ignore_glob)}"
     return [missing] if MISSING else []
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Send all tests of a file that starts its own processes to one worker.
+
+    The mark `xdist_group` of pytest-xdist 3.8 has no effect with pytest 9.2, which no longer reads
+    the attribute that it sets.
+    """
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.split("::")[0]
+            return path if Path(path).name in ON_ONE_WORKER else nodeid
+
+    return ByFile(config, log)
 
 
 @pytest.fixture

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from maxfactor_speech import checkpoint
-from maxfactor_speech.model import Codec, Size, whisper
-from maxfactor_speech.preparation import Prepared
-from maxfactor_speech.shards import Spoken
+from maxfactor_speech.data.shards import Utterance
+from maxfactor_speech.data.tokens import Codec
+from maxfactor_speech.training import checkpoint
+from maxfactor_speech.training.model import Size, whisper
+from maxfactor_speech.training.preparation import Prepared
 
 LETTERS = "abcdefgh"
 
@@ -27,10 +28,10 @@ class Noise:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, number: int) -> Spoken:
+    def __getitem__(self, number: int) -> Utterance:
         random = np.random.default_rng(number)
         samples = random.integers(-3000, 3000, self.lengths[number]).astype(np.int16)
-        return Spoken(samples, self.texts[number])
+        return Utterance(samples, self.texts[number])
 
     def text(self, number: int) -> str:
         return self.texts[number]

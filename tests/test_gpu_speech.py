@@ -1,6 +1,6 @@
-"""The speech job on a real GPU: going on bit for bit, graphs, and no wait for the device.
+"""Training on a real GPU: bit-exact resuming, CUDA graphs, and no waits for the device.
 
-Noise in place of speech, and no error rates: torch, numpy and transformers are enough for this.
+Utterances are noise and error rates are not computed: torch, numpy and transformers are enough.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from cases import no_host_sync
-from maxfactor_speech import checkpoint, train
-from maxfactor_speech.evaluate import Evaluation
-from maxfactor_speech.graphs import UpdateGraph
-from maxfactor_speech.preparation import Prepared
-from maxfactor_speech.settings import Settings
-from maxfactor_speech.trainer import Trainer, repeatable
+from maxfactor_speech.training import checkpoint, loop
+from maxfactor_speech.training.cuda_graphs import UpdateGraph
+from maxfactor_speech.training.evaluation import Evaluation
+from maxfactor_speech.training.preparation import Prepared
+from maxfactor_speech.training.settings import Settings
+from maxfactor_speech.training.trainer import Trainer, repeatable
 from noise import prepared, weights
 
 pytestmark = [
@@ -35,19 +35,19 @@ BASE = Settings(
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("optimizer", ["quality", "fast", "adamw"])
-def test_a_stopped_training_goes_on_to_the_same_weights(
+def test_a_resumed_training_reaches_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, graphs: bool, dtype: str
 ) -> None:
     monkeypatch.setattr(Trainer, "evaluate", lambda _: Evaluation(1.0, 1.0, []))
     settings = replace(BASE, optimizer=optimizer, cuda_graphs=graphs, dtype=dtype)
-    train.train(settings, tmp_path / "whole", prepared=prepared())
+    loop.train(settings, tmp_path / "whole", prepared=prepared())
     stopped = tmp_path / "stopped"
     with pytest.raises(KeyError):  # in step 5, after the checkpoint of step 3
-        train.train(settings, stopped, prepared=_failing(prepared(), 4, monkeypatch))
+        loop.train(settings, stopped, prepared=_failing(prepared(), 4, monkeypatch))
     assert checkpoint.checkpoints(stopped)[-1].name == "step-00000003"
     monkeypatch.undo()
     monkeypatch.setattr(Trainer, "evaluate", lambda _: Evaluation(1.0, 1.0, []))
-    train.train(settings, stopped, resume=True, prepared=prepared())
+    loop.train(settings, stopped, resume=True, prepared=prepared())
     one, other = weights(tmp_path / "whole"), weights(stopped)
     assert one.keys() == other.keys()
     differing = [name for name in one if not torch.equal(one[name], other[name])]
@@ -68,7 +68,7 @@ def _failing(given: Prepared, after: int, monkeypatch: pytest.MonkeyPatch) -> Pr
 
 @pytest.mark.parametrize("accumulated", [1, 3])
 @pytest.mark.parametrize("optimizer", ["adamw", "quality", "fast", "lean", "muon"])
-def test_graphs_compute_what_steps_do(optimizer: str, accumulated: int) -> None:
+def test_graphs_compute_the_same_steps(optimizer: str, accumulated: int) -> None:
     """With a learning rate that changes in each step, and Muon, whose steps are not captured."""
     settings = replace(BASE, optimizer=optimizer, grad_accum=accumulated, steps=8)
     graphs = Trainer(settings, prepared())
@@ -102,7 +102,7 @@ def test_a_step_does_not_wait_for_the_device(optimizer: str, graphs: bool) -> No
     assert all(bool(loss.isfinite()) for loss in losses)
 
 
-def test_a_graph_that_skips_every_step_is_given_up() -> None:
+def test_a_graph_that_skips_every_step_raises() -> None:
     trainer = Trainer(replace(BASE, optimizer="fast", steps=40), prepared())
     batches = trainer.batches()
     next(trainer.model.parameters()).data.fill_(float("nan"))
@@ -111,10 +111,10 @@ def test_a_graph_that_skips_every_step_is_given_up() -> None:
     with repeatable(trainer.device):
         for _ in range(19):
             trainer.train_step(own)
-        trainer.check()
+        trainer.check_skipped()
         trainer.train_step(own)
     with pytest.raises(FloatingPointError, match="20 steps in a row were skipped"):
-        trainer.check()
+        trainer.check_skipped()
 
 
 @pytest.mark.parametrize("shard", ["ddp", "fsdp"])
@@ -122,19 +122,19 @@ def test_one_process_of_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sh
     """The same as without it, and a checkpoint that goes on without it."""
     monkeypatch.setattr(Trainer, "evaluate", lambda _: Evaluation(1.0, 1.0, []))
     settings = replace(BASE, optimizer="adamw", cuda_graphs=False)
-    train.train(settings, tmp_path / "plain", prepared=prepared())
+    loop.train(settings, tmp_path / "plain", prepared=prepared())
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     for name, value in {**names, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
-    train.train(settings, tmp_path / "out", prepared=prepared(), shard=shard)
+    loop.train(settings, tmp_path / "out", prepared=prepared(), shard=shard)
     last = checkpoint.checkpoints(tmp_path / "out")[-1]
     assert last.name == "step-00000006"
     compare(tmp_path)
     last.rename(last.with_name("gone.partial"))
-    train.train(settings, tmp_path / "out", resume=True, prepared=prepared())
+    loop.train(settings, tmp_path / "out", resume=True, prepared=prepared())
     compare(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Comparisons: the same data for all, nothing done twice, and a page that a browser shows."""
+"""Comparisons: the same data for all, finished trainings are reused, and the report."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from maxfactor.backends.guard import given_up
-from maxfactor_speech import checkpoint
-from maxfactor_speech import compare as comparing
-from maxfactor_speech import settings as settings_module
-from maxfactor_speech.audio import InputError
 from maxfactor_speech.cli import app
-from maxfactor_speech.compare import Outcome, Plan, Run, compare
-from maxfactor_speech.lock import alone_in
-from maxfactor_speech.optimizers import default_lr, names
+from maxfactor_speech.compare import comparison as comparing
+from maxfactor_speech.compare.comparison import compare
+from maxfactor_speech.compare.report import report
+from maxfactor_speech.compare.runs import Comparison, Run, RunResult, best_label, best_lr
+from maxfactor_speech.errors import DivergedError, InputError
 from maxfactor_speech.processes import in_processes
-from maxfactor_speech.report import report
-from maxfactor_speech.settings import Settings, read_settings
-from maxfactor_speech.train import DivergedError, train
-from maxfactor_speech.trainer import Trainer
+from maxfactor_speech.training import checkpoint
+from maxfactor_speech.training import settings as settings_module
+from maxfactor_speech.training.folder_lock import folder_lock
+from maxfactor_speech.training.loop import train
+from maxfactor_speech.training.optimizers import default_lr, names
+from maxfactor_speech.training.settings import Settings, read_settings
+from maxfactor_speech.training.trainer import Trainer
 
 BASE = Settings(
     steps=2, batch_size=2, utterances=8, validation_utterances=2, evaluate_every=1, device="cpu"
@@ -41,8 +41,8 @@ BASE = Settings(
 BROWSER = shutil.which("chromium") or shutil.which("chromium-headless-shell")
 
 
-def outcome(label: str = "adamw", **changes: Any) -> Outcome:
-    """An outcome as good as a real one; two evaluations, of which the last is `wer`."""
+def result_of(label: str = "adamw", **changes: Any) -> RunResult:
+    """A result as good as a real one; two evaluations, of which the last is `wer`."""
     wer = changes.get("wer", 0.2) or 0.0
     lines = [
         {"step": 10, "loss": 2.0, "seconds": 1.0},
@@ -56,7 +56,7 @@ def outcome(label: str = "adamw", **changes: Any) -> Outcome:
         "peak_bytes": 50 * 2**20, "metrics": lines,
         "examples": [{"reference": "one <two>", "hypothesis": "one too"}],
     }  # fmt: skip
-    return Outcome(**{**base, **changes})
+    return RunResult(**{**base, **changes})
 
 
 def faked(monkeypatch: pytest.MonkeyPatch, wers: dict[tuple[str, float], float]) -> list[Run]:
@@ -64,10 +64,10 @@ def faked(monkeypatch: pytest.MonkeyPatch, wers: dict[tuple[str, float], float])
     seen: list[Run] = []
     speed = {"quality": 4.0, "adamw": 1.0, "muon": 5.0}
 
-    def run_all(runs: list[Run], *_: Any) -> list[Outcome]:
+    def run_all(runs: list[Run], *_: Any) -> list[RunResult]:
         seen.extend(runs)
         return [
-            outcome(
+            result_of(
                 run.label,
                 lr=run.settings.lr or 0.0,
                 optimizer=run.settings.optimizer,
@@ -82,12 +82,12 @@ def faked(monkeypatch: pytest.MonkeyPatch, wers: dict[tuple[str, float], float])
     return seen
 
 
-def test_everybody_gets_the_same_data_seeds_and_steps(
+def test_all_optimizers_get_the_same_data_seeds_and_steps(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen = faked(monkeypatch, {})
     base = replace(BASE, steps=100, utterances=None, seed=5)
-    compare(Plan(base, ["quality", "adamw"], seeds=2), tmp_path, say=lambda _: None)
+    compare(Comparison(base, ["quality", "adamw"], seeds=2), tmp_path, say=lambda _: None)
     assert [(run.settings.optimizer, run.settings.seed) for run in seen] == [
         ("quality", 5), ("quality", 6), ("adamw", 5), ("adamw", 6),
     ]  # fmt: skip
@@ -98,19 +98,21 @@ def test_everybody_gets_the_same_data_seeds_and_steps(
 
 def test_tuning_takes_the_best_rate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = faked(monkeypatch, {("adamw", 0.002): 0.1, ("quality", 0.01): 0.05})
-    plan = Plan(BASE, ["quality", "adamw"], seeds=2, tune=True)
-    outcomes = compare(plan, tmp_path, say=lambda _: None)
+    comparison = Comparison(BASE, ["quality", "adamw"], seeds=2, tune=True)
+    results = compare(comparison, tmp_path, say=lambda _: None)
     assert len(seen) == 2 * 5 + 2 * 2
     assert {run.settings.seed for run in seen[:10]} == {0}
-    assert {(one.optimizer, one.lr) for one in outcomes} == {("quality", 0.01), ("adamw", 0.002)}
+    assert {(one.optimizer, one.lr) for one in results} == {("quality", 0.01), ("adamw", 0.002)}
 
 
-def test_the_faster_get_as_much_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_faster_optimizers_get_the_same_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     seen = faked(monkeypatch, {})
     base = replace(BASE, steps=100, utterances=None)
-    plan = Plan(base, ["quality", "adamw", "muon"], same_time=True)
-    outcomes = compare(plan, tmp_path, say=lambda _: None)
-    assert [one.label for one in outcomes][3:] == ["adamw, same time"]  # muon is no faster
+    comparison = Comparison(base, ["quality", "adamw", "muon"], same_time=True)
+    results = compare(comparison, tmp_path, say=lambda _: None)
+    assert [one.label for one in results][3:] == ["adamw, same time"]  # muon is no faster
     longer = seen[-1].settings
     assert longer.steps == 400
     assert longer.utterance_count == base.utterance_count  # of the same data
@@ -125,31 +127,31 @@ def test_the_faster_get_as_much_time(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         (["sgd"], 1, "got 'sgd'"),
     ],
 )
-def test_wrong_plans_are_refused(names: list[str], seeds: int, message: str) -> None:
+def test_wrong_comparisons_are_refused(names: list[str], seeds: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Plan(BASE, names, seeds)
+        Comparison(BASE, names, seeds)
 
 
-def test_trainings_are_not_done_twice(tmp_path: Path) -> None:
+def test_finished_trainings_are_reused(tmp_path: Path) -> None:
     cache, out = tmp_path / "cache", tmp_path / "out"
     said: list[str] = []
-    plan = Plan(BASE, ["quality", "adamw"])
-    first = compare(plan, out, 2, cache, said.append)
-    again = compare(plan, out, 2, cache, said.append)
+    comparison = Comparison(BASE, ["quality", "adamw"])
+    first = compare(comparison, out, 2, cache, said.append)
+    again = compare(comparison, out, 2, cache, said.append)
     assert first == again
     assert len([line for line in said if line.startswith("training ")]) == 2
     assert len([line for line in said if "WER" in line]) == 2
-    speech, adamw = first
-    assert speech.label == "quality"
+    quality, adamw = first
+    assert quality.label == "quality"
     assert adamw.state_bytes / adamw.parameters == pytest.approx(8.0, abs=0.1)
-    assert speech.state_bytes < adamw.state_bytes / 4
+    assert quality.state_bytes < adamw.state_bytes / 4
     assert adamw.peak_bytes > 2**25
-    assert [line["step"] for line in speech.metrics] == [1, 1, 2, 2]
-    told = [line["beta"] for line in speech.metrics if "beta" in line]
+    assert [line["step"] for line in quality.metrics] == [1, 1, 2, 2]
+    told = [line["beta"] for line in quality.metrics if "beta" in line]
     assert told[-1]["model.encoder.conv1.weight"] == [pytest.approx(0.9)]
     page = report(first, "Speech")
     assert "per layer" in page
-    other = replace(plan, base=replace(BASE, task="sentences"))
+    other = replace(comparison, base=replace(BASE, task="sentences"))
     with pytest.raises(InputError, match="was started with task='digits'"):
         compare(other, out, 1, cache, said.append)
     options = "--steps=2 --batch-size=2 --utterances=8 --validation-utterances=2 --device=cpu"
@@ -165,25 +167,26 @@ def test_trainings_are_not_done_twice(tmp_path: Path) -> None:
     assert (model / "checkpoints").is_dir()
     assert example.stat().st_size > 1000
     shown = (out / "report.html").read_text()
-    assert "batches of 2, 8 utterances to train and 2 to validate" in shown
+    assert "batches of 2, 8 training and 2 validation utterances" in shown
     assert "fp32, cpu." in shown
-    assert "Up to 2 trainings ran side by side" in shown
+    assert "Up to 2 trainings ran at the same time" in shown
 
 
-def test_tuning_goes_on_in_the_folder_of_a_comparison() -> None:
-    plain, tuning = Plan(BASE, ["quality"]), Plan(BASE, ["quality"], tune=True)
+def test_tuning_reuses_the_training_with_the_default_rate() -> None:
+    plain, tuning = Comparison(BASE, ["quality"]), Comparison(BASE, ["quality"], tune=True)
     tried = tuning.run("quality", default_lr("quality"), 0)
     assert plain.run("quality", None, 0) == tried
 
 
-def test_a_tie_of_rates_goes_by_letters_then_by_loss() -> None:
-    def tried(lr: float, cer: float | None, loss: float) -> Outcome:
+def test_equal_word_errors_are_ranked_by_characters_then_loss() -> None:
+    def tried(lr: float, cer: float | None, loss: float) -> RunResult:
         wer = None if cer is None else 1.0
-        return outcome(lr=lr, wer=wer, cer=cer, metrics=[{"step": 1, "seconds": 1.0, "loss": loss}])
+        lines = [{"step": 1, "seconds": 1.0, "loss": loss}]
+        return result_of(lr=lr, wer=wer, cer=cer, metrics=lines)
 
     runs = [tried(0.1, 0.9, 1.0), tried(0.2, 0.8, 2.0), tried(0.3, 0.8, 1.5), tried(0.4, None, 0.1)]
-    assert comparing._best_rate(runs, "adamw") == 0.3
-    assert comparing._best_rate([tried(0.8, None, 1.0), tried(0.4, None, 1.0)], "adamw") == 0.4
+    assert best_lr(runs, "adamw") == 0.3
+    assert best_lr([tried(0.8, None, 1.0), tried(0.4, None, 1.0)], "adamw") == 0.4
 
 
 def spoilt(monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
@@ -202,7 +205,7 @@ def spoilt(monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "quality"])
-def test_a_training_that_turns_to_nan_ends_in_one_line(
+def test_a_nan_loss_ends_a_training_with_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, optimizer: str
 ) -> None:
     spoilt(monkeypatch, optimizer)
@@ -211,18 +214,18 @@ def test_a_training_that_turns_to_nan_ends_in_one_line(
         train(settings, tmp_path / "out", cache=tmp_path / "cache")
 
 
-def test_an_optimizer_that_gives_up_ends_a_training_in_one_line(
+def test_too_many_skipped_steps_end_a_training_with_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def check(_: Trainer) -> None:
-        raise given_up(20, ["weight"])
+        raise FloatingPointError("20 steps in a row were skipped")
 
-    monkeypatch.setattr(Trainer, "check", check)
+    monkeypatch.setattr(Trainer, "check_skipped", check)
     with pytest.raises(InputError, match="step 1: 20 steps in a row were skipped"):
         train(BASE, tmp_path / "out", cache=tmp_path / "cache")
 
 
-def test_one_step_without_a_loss_ends_no_training(
+def test_a_single_nan_loss_does_not_end_a_training(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     step = Trainer.train_step
@@ -236,36 +239,38 @@ def test_one_step_without_a_loss_ends_no_training(
     assert train(settings, tmp_path / "out", cache=tmp_path / "cache").evaluation is not None
 
 
-def test_who_diverges_is_said_so_and_ends_no_other(
+def test_a_diverged_training_is_reported_and_the_others_continue(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     spoilt(monkeypatch, "quality")
     said: list[str] = []
-    plan = Plan(BASE, ["quality", "adamw"], same_time=True)
-    first = compare(plan, tmp_path / "out", 1, tmp_path / "cache", said.append)
+    comparison = Comparison(BASE, ["quality", "adamw"], same_time=True)
+    first = compare(comparison, tmp_path / "out", 1, tmp_path / "cache", said.append)
     assert [one.wer is None for one in first] == [True, False]
     assert any("quality" in line and "diverged" in line for line in said)
     monkeypatch.setattr(comparing, "train", None)  # nothing is done again
-    assert compare(plan, tmp_path / "out", 1, tmp_path / "cache", said.append) == first
+    assert compare(comparison, tmp_path / "out", 1, tmp_path / "cache", said.append) == first
     cells = rows(report(first, "Speech"))
     assert cells["quality"][2] == "diverged"
     assert cells["adamw"][2].endswith("%")
 
 
-def test_a_report_of_nothing_but_divergence() -> None:
-    lost = [outcome("fast", wer=None, cer=None, metrics=[], examples=[], seed=n) for n in (0, 1)]
+def test_a_report_of_diverged_trainings() -> None:
+    lost = [result_of("fast", wer=None, cer=None, metrics=[], examples=[], seed=n) for n in (0, 1)]
     page = report(lost, "Speech")
     assert rows(page)["fast"][2] == "diverged"
     assert 'class="best"' not in page
-    some = [*lost[:1], outcome("fast", wer=0.01, seed=1), outcome("adamw", wer=0.5)]
+    some = [*lost[:1], result_of("fast", wer=0.01, seed=1), result_of("adamw", wer=0.5)]
     cells = rows(report(some, "Speech"))
     assert cells["fast"][2] == "1.0%, 1 of 2 diverged"
-    assert comparing.best_label(some) == "adamw"
+    assert best_label(some) == "adamw"
 
 
-def test_the_best_is_so_in_the_mean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    lucky = [outcome("fast", wer=0.01), outcome("fast", wer=0.9, seed=1)]
-    steady = [outcome("adamw", wer=0.2), outcome("adamw", wer=0.1, seed=1)]
+def test_the_best_optimizer_has_the_best_mean(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lucky = [result_of("fast", wer=0.01), result_of("fast", wer=0.9, seed=1)]
+    steady = [result_of("adamw", wer=0.2), result_of("adamw", wer=0.1, seed=1)]
     monkeypatch.setattr(comparing, "compare", lambda *_: [*lucky, *steady])
     options = "--seeds=2 --steps=2 --batch-size=2 --utterances=8 --validation-utterances=2"
     where = [f"--out={tmp_path / 'out'}", f"--cache={tmp_path / 'cache'}"]
@@ -274,7 +279,7 @@ def test_the_best_is_so_in_the_mean(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     best, hint = result.output.splitlines()[-2:]
     assert best == "best:    adamw, WER 15.0% (mean of 2 seeds). Try it:"
     assert Path(hint.split()[-2]).name == steady[1].folder
-    lost = [outcome(wer=None, cer=None, metrics=[], examples=[])]
+    lost = [result_of(wer=None, cer=None, metrics=[], examples=[])]
     monkeypatch.setattr(comparing, "compare", lambda *_: lost)
     result = CliRunner().invoke(app, ["compare", *options.split(), "--device=cpu", *where])
     assert result.exit_code == 2
@@ -283,15 +288,20 @@ def test_the_best_is_so_in_the_mean(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def command(out: Path, cache: Path, *options: str) -> list[str]:
     """A comparison as a process of its own."""
-    small = ["--optimizers=speech", "--batch-size=2", "--utterances=8", "--validation-utterances=2"]
+    small = [
+        "--optimizers=quality",
+        "--batch-size=2",
+        "--utterances=8",
+        "--validation-utterances=2",
+    ]
     where = [f"--out={out}", f"--cache={cache}", "--device=cpu"]
-    return [sys.executable, "-m", "maxfactor", "compare", *small, *where, *options]
+    return [sys.executable, "-m", "maxfactor_speech", "compare", *small, *where, *options]
 
 
 def trains(folder: Path) -> bool:
     """Whether a process has the lock of a training's folder."""
     try:
-        with alone_in(folder):
+        with folder_lock(folder):
             return False
     except InputError:
         return True
@@ -312,13 +322,13 @@ def until(holds: Callable[[], bool], seconds: float = 120.0) -> bool:
     [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, True)],
     ids=["kill", "a scheduler", "Ctrl-C"],
 )
-def test_a_comparison_that_is_stopped_saves_and_leaves_no_training_behind(
+def test_a_stopped_comparison_saves_and_ends_its_trainings(
     tmp_path: Path, number: signal.Signals, to_all: bool
 ) -> None:
     out = tmp_path / "out"
     # One evaluation at its end: so the training would go on for long.
     options = ["--steps=20000", "--evaluate-every=20000"]
-    metrics = out / "runs" / "speech-lr0.02-steps20000-seed0" / "metrics.jsonl"
+    metrics = out / "runs" / "quality-lr0.02-steps20000-seed0" / "metrics.jsonl"
     with subprocess.Popen(
         command(out, tmp_path / "cache", *options),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -335,8 +345,8 @@ def test_a_comparison_that_is_stopped_saves_and_leaves_no_training_behind(
                 os.killpg(started.pid, signal.SIGKILL)  # whoever is left
     lines = said.splitlines()
     assert lines[0].startswith("synthesising speech: 10 utterances")
-    assert "training 1 of 1: speech, lr 0.02, seed 0, 20000 steps …" in lines
-    assert "the same command goes on" in lines[-1]
+    assert "training 1 of 1: quality, lr 0.02, seed 0, 20000 steps …" in lines
+    assert "run the same command to continue" in lines[-1]
     assert "Traceback" not in complained
     [saved] = checkpoint.checkpoints(metrics.parent)  # though no evaluation was near
     last = json.loads(metrics.read_text().splitlines()[-1])
@@ -344,41 +354,43 @@ def test_a_comparison_that_is_stopped_saves_and_leaves_no_training_behind(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals of POSIX")
-def test_a_process_that_is_killed_is_missed(tmp_path: Path) -> None:
-    """What they do is not of this module, which takes long to import."""
+def test_a_killed_process_is_detected(tmp_path: Path) -> None:
+    """The functions are not from this module, because the workers would have to import it."""
     assert list(in_processes(abs, [-2, 3], 1)) == [2, 3]
-    with pytest.raises(InputError, match=r"9: its process was killed by signal 9.*fewer --jobs"):
+    with pytest.raises(
+        InputError, match=r"9: its process was killed by signal 9.*a smaller --jobs"
+    ):
         list(in_processes(signal.raise_signal, [int(signal.SIGKILL)], 1))
-    with pytest.raises(InputError, match="holds no training to go on with"):
+    with pytest.raises(InputError, match="contains no training to resume"):
         list(in_processes(read_settings, [tmp_path], 1))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs locks of POSIX")
 def test_two_comparisons_do_not_train_in_one_folder(tmp_path: Path) -> None:
-    plan = Plan(BASE, ["quality"])
-    run = plan.run("quality", None, 0)
+    comparison = Comparison(BASE, ["quality"])
+    run = comparison.run("quality", None, 0)
     with (
-        alone_in(tmp_path / run.folder),
-        pytest.raises(InputError, match="another process trains here"),
+        folder_lock(tmp_path / run.folder),
+        pytest.raises(InputError, match="another process is training here"),
     ):
-        comparing._train_one(run, tmp_path, tmp_path / "cache", 1)
+        comparing._train_in_worker(run, tmp_path, tmp_path / "cache", 1)
 
 
-def test_trainings_side_by_side_share_the_cores(
+def test_parallel_trainings_share_the_cores(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     taken: list[int] = []
     monkeypatch.setattr(settings_module, "find_device", torch.device)  # there need be no GPU
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
-    monkeypatch.setattr(comparing, "_trained", lambda *_: None)
+    monkeypatch.setattr(comparing, "_train", lambda *_: None)
     for device, jobs in [("cpu", 3), ("cpu", 16), ("cpu", 1), ("cuda", 3)]:
-        run = Plan(replace(BASE, device=device), ["quality"]).run("quality", None, 0)
-        comparing._train_one(run, tmp_path, None, jobs)
+        run = Comparison(replace(BASE, device=device), ["quality"]).run("quality", None, 0)
+        comparing._train_in_worker(run, tmp_path, None, jobs)
     assert taken == [2, 1]
 
 
-def test_a_wrong_name_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_wrong_name_is_reported_in_one_line(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["compare", "--optimizers=sgd", f"--out={tmp_path / 'out'}"])
     assert result.exit_code == 2
     assert "got 'sgd'" in result.stderr
@@ -389,15 +401,15 @@ def test_a_wrong_name_is_told_in_one_line(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------- the page
 
 
-def several() -> list[Outcome]:
+def several() -> list[RunResult]:
     memory = {"model.encoder.conv1.weight": [0.9], "model.decoder.fc1.weight": [0.7, 0.8]}
-    fam = outcome("fast", wer=0.04)
+    fam = result_of("fast", wer=0.04)
     fam.metrics[-1]["beta"] = memory
     return [
         fam,
-        outcome("adamw", wer=0.2),
-        outcome("adamw", wer=0.3, seed=1),
-        outcome("adamw, same time", wer=0.1),
+        result_of("adamw", wer=0.2),
+        result_of("adamw", wer=0.3, seed=1),
+        result_of("adamw, same time", wer=0.1),
     ]
 
 
@@ -422,40 +434,40 @@ def test_the_table_has_means_and_spreads() -> None:
     assert cells["fast"][5:] == ["100", "2", "8.00", "50"]
 
 
-def test_the_page_tells_the_settings_and_the_rates_that_were_tried() -> None:
-    tried = [outcome("adamw", lr=lr, wer=wer) for lr, wer in ((0.0005, 0.4), (0.001, 0.2))]
-    tried.append(outcome("adamw", lr=0.002, wer=None, cer=None))
+def test_the_page_shows_the_settings_and_the_rates_tried() -> None:
+    tried = [result_of("adamw", lr=lr, wer=wer) for lr, wer in ((0.0005, 0.4), (0.001, 0.2))]
+    tried.append(result_of("adamw", lr=0.002, wer=None, cer=None))
     page = report(several(), "Speech", "model nano, batches of 16", tried)
     assert '<p class="about">Model nano, batches of 16.</p>' in page
-    table = page.split("<h2>Rates tried</h2>")[1].split("</table>")[0]
+    table = page.split("<h2>Learning rates tried</h2>")[1].split("</table>")[0]
     assert "<td>0.0005: 40.0%</td>" in table
-    assert '<td class="taken">0.001: 20.0%</td>' in table
+    assert '<td class="chosen">0.001: 20.0%</td>' in table
     assert "<td>0.002: diverged</td>" in table
-    assert "Rates tried" not in report(several(), "Speech")
+    assert "Learning rates tried" not in report(several(), "Speech")
 
 
-def test_the_page_says_that_trainings_ran_side_by_side() -> None:
-    assert "side by side" not in report(several(), "Speech")
-    assert "Up to 3 trainings ran side by side" in report([outcome(jobs=3)], "Speech")
+def test_the_page_warns_about_parallel_trainings() -> None:
+    assert "at the same time" not in report(several(), "Speech")
+    assert "Up to 3 trainings ran at the same time" in report([result_of(jobs=3)], "Speech")
 
 
-def test_a_curve_above_one_is_seen_where_there_is_no_other() -> None:
-    def top(*outcomes: Outcome) -> float:
-        [first, _] = re.findall(r'"range":\[0\.0,([0-9.]+)\]', report(outcomes, "Speech"))
+def test_error_rates_above_one_are_shown_if_all_are() -> None:
+    def top(*results: RunResult) -> float:
+        [first, _] = re.findall(r'"range":\[0\.0,([0-9.]+)\]', report(results, "Speech"))
         return float(first)
 
-    assert top(outcome("fast", wer=1.2)) == pytest.approx(1.05 * 1.2)
-    assert top(outcome("fast", wer=1.2), outcome("adamw", wer=0.5)) == pytest.approx(1.05)
-    assert top(outcome("fast", wer=None, metrics=[])) == pytest.approx(1.05)
+    assert top(result_of("fast", wer=1.2)) == pytest.approx(1.05 * 1.2)
+    assert top(result_of("fast", wer=1.2), result_of("adamw", wer=0.5)) == pytest.approx(1.05)
+    assert top(result_of("fast", wer=None, metrics=[])) == pytest.approx(1.05)
 
 
-def test_every_optimizer_has_a_color_of_its_own() -> None:
-    page = report([outcome(name) for name in names()], "Speech")
+def test_every_optimizer_has_its_own_color() -> None:
+    page = report([result_of(name) for name in names()], "Speech")
     colors = re.findall(r'class="swatch" style="background:(#[0-9a-f]+)"', page)
     assert len(set(colors)) == len(names())
 
 
-def test_the_page_shows_texts_as_they_are() -> None:
+def test_the_page_escapes_texts() -> None:
     page = report(several(), "Speech <b>")
     assert "Speech &lt;b&gt;" in page
     assert "<td>one &lt;two&gt;</td>" in page
@@ -484,6 +496,6 @@ def test_a_browser_shows_the_page(tmp_path: Path) -> None:
         assert title in shown.stdout
 
 
-def test_outcomes_survive_a_file() -> None:
-    one = outcome()
-    assert Outcome(**json.loads(json.dumps(vars(one)))) == one
+def test_results_are_restored_from_json() -> None:
+    one = result_of()
+    assert RunResult(**json.loads(json.dumps(vars(one)))) == one

@@ -1,4 +1,4 @@
-"""What is said, how it sounds, how it is kept, and how it is read."""
+"""Texts, synthesis, recordings, features, shards and batches."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ import soundfile
 import torch
 from transformers import WhisperFeatureExtractor
 
-from maxfactor_speech import audio, corpus, files, shards, synth
-from maxfactor_speech.audio import SAMPLE_RATE, InputError
-from maxfactor_speech.data import (
+from maxfactor_speech.data import audio, corpus, recordings, shards, synthesis
+from maxfactor_speech.data.audio import SAMPLE_RATE
+from maxfactor_speech.data.batches import (
     Batch,
     Order,
-    Shape,
+    Padding,
     all_features,
     collate,
     evaluation_batches,
     seconds_needed,
     training_batches,
 )
-from maxfactor_speech.features import draw_stretches, log_mel, mel_filters, spec_augment
-from maxfactor_speech.model import IGNORED, Codec
-from maxfactor_speech.shards import Shards, Spoken
-from maxfactor_speech.synth import Espeak, Location, Script, Utterance
+from maxfactor_speech.data.espeak import LIBRARY_VARIABLE, Espeak, Location
+from maxfactor_speech.data.features import draw_stretches, log_mel, mel_filters, spec_augment
+from maxfactor_speech.data.recordings import RecordedUtterances, Recording, split_recordings
+from maxfactor_speech.data.shards import ShardedUtterances, Utterance
+from maxfactor_speech.data.synthesis import Script, SpeechRequest
+from maxfactor_speech.data.tokens import IGNORED, Codec
+from maxfactor_speech.errors import InputError
 
 LANGUAGES = ("en", "de", "es")
 
@@ -49,7 +52,7 @@ def tone(hertz: float, rate: int, seconds: float = 0.5) -> audio.Wave:
 
 @pytest.mark.parametrize("language", LANGUAGES)
 @pytest.mark.parametrize("task", corpus.TASKS)
-def test_texts_are_decided_by_seed_and_number(task: str, language: str) -> None:
+def test_texts_depend_only_on_seed_and_number(task: str, language: str) -> None:
     first = list(corpus.texts(task, 50, language, seed=1))
     assert first[7:9] == [corpus.draw(task, number, language, seed=1) for number in (7, 8)]
     assert first != list(corpus.texts(task, 50, language, seed=2))
@@ -101,13 +104,13 @@ def test_resampling_keeps_a_tone(rate: int, hertz: float) -> None:
     np.testing.assert_allclose(resampled, expected, atol=2e-4)
 
 
-def test_resampling_removes_what_does_not_fit() -> None:
+def test_resampling_removes_frequencies_above_nyquist() -> None:
     resampled = audio.resample(tone(9_000.0, 48_000), 48_000, SAMPLE_RATE)
     assert np.abs(resampled).max() < 1e-3
 
 
 @pytest.mark.parametrize("suffix", ["wav", "flac", "ogg"])
-def test_stereo_of_another_rate_is_read_as_mono_of_ours(tmp_path: Path, suffix: str) -> None:
+def test_stereo_of_another_rate_is_read_as_16_khz_mono(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"stereo.{suffix}"
     left, right = tone(440.0, 44_100), np.zeros(22_050, np.float32)
     soundfile.write(path, np.stack([left, right], axis=1), 44_100)
@@ -127,7 +130,7 @@ def test_unreadable_audio_is_named(tmp_path: Path) -> None:
         (tmp_path / "missing.wav", "no such file"),
         (tmp_path, "is a folder"),
         (noise, "cannot be read as audio"),
-        (empty, "holds no audio"),
+        (empty, "contains no audio"),
     ]:
         with pytest.raises(InputError, match=reason) as caught:
             audio.read(path)
@@ -142,7 +145,7 @@ def test_audio_of_unknown_length_is_named(tmp_path: Path) -> None:
     content[21] &= 0xF0  # the 36 bits of STREAMINFO that count the samples
     content[22:26] = bytes(4)
     path.write_bytes(content)
-    with pytest.raises(InputError, match=r"piped\.flac: its header does not say how long it is"):
+    with pytest.raises(InputError, match=r"piped\.flac: the header gives no length"):
         audio.samples_in(path)
 
 
@@ -166,12 +169,12 @@ def test_mel_filters_are_whispers_own() -> None:
     torch.testing.assert_close(mel_filters(), expected, atol=1e-7, rtol=1e-5)
 
 
-def test_sixteen_bits_are_floats_between_one_and_minus_one() -> None:
+def test_16_bit_samples_are_scaled_to_one() -> None:
     samples = torch.randint(-3000, 3000, (2, 3200), dtype=torch.int16)
     torch.testing.assert_close(log_mel(samples), log_mel(samples / 32768.0))
 
 
-def test_spec_augment_blanks_out_stretches() -> None:
+def test_spec_augment_masks_stretches() -> None:
     features = torch.rand(64, 80, 300) + 1.0
     masked, again = (
         spec_augment(features, draw_stretches(64, torch.Generator().manual_seed(0)))
@@ -199,16 +202,16 @@ def espeak() -> Espeak:
 
 @pytest.mark.parametrize("voice", ["gmw/en-US+f2", "gmw/en+f3", "gmw/de+m7", "roa/es", "en+croak"])
 def test_an_utterance_does_not_depend_on_those_before(espeak: Espeak, voice: str) -> None:
-    utterance = Utterance("one two three", voice, 170, 50, 20.0, 1)
-    first = synth.render(utterance, espeak)
+    utterance = SpeechRequest("one two three", voice, 170, 50, 20.0, 1)
+    first = synthesis.render(utterance, espeak)
     espeak.say("something altogether different", "gmw/en-GB-scotland+f5", 200, 90)
-    second = synth.render(utterance, espeak)
+    second = synthesis.render(utterance, espeak)
     np.testing.assert_array_equal(first.samples, second.samples)
 
 
 def test_every_part_of_a_request_is_heard(espeak: Espeak) -> None:
-    base = Utterance("one two three", "gmw/en-US", 170, 50, 20.0, 1)
-    sounds = [synth.render(base, espeak).samples.tobytes()]
+    base = SpeechRequest("one two three", "gmw/en-US", 170, 50, 20.0, 1)
+    sounds = [synthesis.render(base, espeak).samples.tobytes()]
     for change in (
         {"text": "one two four"},
         {"voice": "gmw/en+f3"},
@@ -217,15 +220,15 @@ def test_every_part_of_a_request_is_heard(espeak: Espeak) -> None:
         {"snr": 10.0},
         {"seed": 2},
     ):
-        changed = Utterance(**{**base.__dict__, **change})
-        sounds.append(synth.render(changed, espeak).samples.tobytes())
+        changed = SpeechRequest(**{**base.__dict__, **change})
+        sounds.append(synthesis.render(changed, espeak).samples.tobytes())
     assert len(set(sounds)) == len(sounds)
 
 
 @pytest.mark.parametrize("snr", [10.0, 30.0])
-def test_noise_is_as_loud_as_asked_for(espeak: Espeak, snr: float) -> None:
+def test_noise_has_the_requested_level(espeak: Espeak, snr: float) -> None:
     clean, noisy = (
-        synth.render(Utterance("one two three", "gmw/en-US", 170, 50, level, 1), espeak)
+        synthesis.render(SpeechRequest("one two three", "gmw/en-US", 170, 50, level, 1), espeak)
         for level in (200.0, snr)
     )
     speech = clean.samples.astype(np.float64)
@@ -233,8 +236,8 @@ def test_noise_is_as_loud_as_asked_for(espeak: Espeak, snr: float) -> None:
     assert 10 * np.log10(np.mean(speech**2) / np.mean(noise**2)) == pytest.approx(snr, abs=0.5)
 
 
-def test_every_voice_is_there(espeak: Espeak) -> None:
-    for voice in {voice for voices in synth.VOICES.values() for voice in voices}:
+def test_every_voice_exists(espeak: Espeak) -> None:
+    for voice in {voice for voices in synthesis.VOICES.values() for voice in voices}:
         samples, rate = espeak.say("ja", voice, 170, 50)
         assert rate == 22_050
         assert len(samples) > 2_000
@@ -264,25 +267,25 @@ def test_unknown_voice_is_refused(espeak: Espeak) -> None:
 
 
 def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(synth.LIBRARY_VARIABLE, "/nowhere/libespeak-ng.so")
+    monkeypatch.setenv(LIBRARY_VARIABLE, "/nowhere/libespeak-ng.so")
     with pytest.raises(InputError, match=r"/nowhere/libespeak-ng.so: no such file"):
         Location.find()
 
 
 def test_wrong_data_is_named(tmp_path: Path) -> None:
     location = Location(Location.find().library, str(tmp_path))
-    with pytest.raises(InputError, match=f"{tmp_path}: espeak-ng cannot use this"):
+    with pytest.raises(InputError, match=f"{tmp_path}: espeak-ng cannot use this data folder"):
         Espeak(location).say("hello", "gmw/en", 170, 50)
 
 
 def test_the_number_of_workers_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(synth, "SHARD", 4)  # this process cuts the pieces
+    monkeypatch.setattr(synthesis, "SHARD_SIZE", 4)  # this process cuts the pieces
     script = Script("digits", seed=5)
     ready: list[int] = []
-    alone = synth.synthesise(script, 10, tmp_path / "alone", 1, progress=ready.append)
-    several = synth.synthesise(script, 10, tmp_path / "several", 2)
+    alone = synthesis.synthesise(script, 10, tmp_path / "alone", 1, progress=ready.append)
+    several = synthesis.synthesise(script, 10, tmp_path / "several", 2)
     assert ready == [4, 4, 2]
     assert [path.name for path in alone.paths] == [path.name for path in several.paths]
     for one, other in zip(alone.paths, several.paths, strict=True):
@@ -290,19 +293,19 @@ def test_the_number_of_workers_changes_nothing(
     assert [alone.text(number) for number in range(10)] == list(corpus.texts("digits", 10, seed=5))
 
 
-def test_speech_is_taken_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_speech_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script("digits")
-    [path] = synth.synthesise(script, 3, tmp_path, 1).paths
-    monkeypatch.setattr(synth, "render", None)  # whoever calls it now fails
-    assert synth.synthesise(script, 3, tmp_path, 1).paths == [path]
+    [path] = synthesis.synthesise(script, 3, tmp_path, 1).paths
+    monkeypatch.setattr(synthesis, "render", None)  # whoever calls it now fails
+    assert synthesis.synthesise(script, 3, tmp_path, 1).paths == [path]
     monkeypatch.undo()
     whole = path.read_bytes()
     path.write_bytes(whole[:-100])  # damaged
-    synth.synthesise(script, 3, tmp_path, 1)
+    synthesis.synthesise(script, 3, tmp_path, 1)
     assert path.read_bytes() == whole
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(
+def test_a_full_disk_is_reported_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_: int) -> None:
@@ -310,27 +313,27 @@ def test_a_full_disk_is_told_and_leaves_nothing(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(InputError, match="the disk is full"):
-        synth.synthesise(Script("digits"), 2, tmp_path, 1)
+        synthesis.synthesise(Script("digits"), 2, tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
 
 
 # -------------------------------------------------------------------------------- shards
 
 
-def many_shards(folder: Path, count: int) -> Shards:
+def many_shards(folder: Path, count: int) -> ShardedUtterances:
     utterance = np.ones(200, np.int16)
     paths = [folder / f"{number}.safetensors" for number in range(count)]
     for number, path in enumerate(paths):
-        shards.write_shard(path, [Spoken(utterance * (number % 100), f"text {number}")] * 50)
-    return Shards(paths)
+        shards.write_shard(path, [Utterance(utterance * (number % 100), f"text {number}")] * 50)
+    return ShardedUtterances(paths)
 
 
-def test_shards_give_back_what_was_written(tmp_path: Path) -> None:
-    spoken = [Spoken(np.arange(n, dtype=np.int16), f"höre {n}") for n in (5, 1, 7)]
+def test_shards_return_what_was_written(tmp_path: Path) -> None:
+    spoken = [Utterance(np.arange(n, dtype=np.int16), f"höre {n}") for n in (5, 1, 7)]
     paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     shards.write_shard(paths[0], spoken[:2])
     shards.write_shard(paths[1], spoken[2:])
-    data = Shards(paths)
+    data = ShardedUtterances(paths)
     assert [int(length) for length in data.lengths] == [5, 1, 7]
     for number, expected in enumerate(spoken):
         assert data.text(number) == data[number].text == expected.text
@@ -367,8 +370,8 @@ class Made:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, number: int) -> Spoken:
-        return Spoken(np.full(self.lengths[number], number + 1, np.int16), self.text(number))
+    def __getitem__(self, number: int) -> Utterance:
+        return Utterance(np.full(self.lengths[number], number + 1, np.int16), self.text(number))
 
     def text(self, number: int) -> str:
         return "ab"[number % 2] * (1 + number % 5)
@@ -384,7 +387,7 @@ def test_an_epoch_has_every_utterance_once() -> None:
     assert not np.array_equal(order[0], order[10])  # another epoch, another order
 
 
-def test_order_is_decided_by_the_seed() -> None:
+def test_order_depends_only_on_the_seed() -> None:
     lengths = np.arange(100, dtype=np.int32)
     one, same, other = (Order(lengths, 8, seed) for seed in (1, 1, 2))
     later = same[57]  # asked for out of turn
@@ -402,13 +405,13 @@ def test_bucketing_saves_padding() -> None:
     assert longest != sorted(longest)  # but not one after the other by length
 
 
-def test_fewer_utterances_than_a_batch_come_again() -> None:
+def test_utterances_repeat_if_they_do_not_fill_a_batch() -> None:
     order = Order(np.array([5, 6, 7], np.int32), 8, seed=0)
     assert len(order[0]) == 8
     assert set(order[0]) == {0, 1, 2}
 
 
-def test_collating_fills_up_with_silence() -> None:
+def test_collating_pads_with_silence() -> None:
     data = Made([100, 321, 640])
     batch = collate(data, [0, 1])
     assert batch.samples.shape == (2, 640)  # a multiple of two frames
@@ -420,7 +423,7 @@ def test_collating_fills_up_with_silence() -> None:
         collate(data, [2], 320)
 
 
-def test_batches_go_on_where_they_stopped() -> None:
+def test_batches_resume_at_any_number() -> None:
     data, codec = Made(list(range(400, 480))), Codec.build("ab")
     order = Order(data.lengths, 6, seed=0)
 
@@ -435,24 +438,24 @@ def test_batches_go_on_where_they_stopped() -> None:
         assert torch.equal(one.labels, other.labels)
 
 
-def test_batches_are_filled_up_to_few_shapes() -> None:
+def test_batches_are_padded_to_few_shapes() -> None:
     data = Made([400 * n for n in range(1, 13)])
     codec = Codec.build("ab")
-    shape = Shape(samples=1600, tokens=8, most_samples=4160, most_tokens=20)
-    batches = training_batches(data, codec, Order(data.lengths, 2, seed=0), 0, shape=shape)
+    padding = Padding(samples=1600, tokens=8, most_samples=4160, most_tokens=20)
+    batches = training_batches(data, codec, Order(data.lengths, 2, seed=0), 0, padding=padding)
     seen = [next(batches) for _ in range(6)]
     batches.close()
     assert {batch.samples.shape[1] for batch in seen} <= {1600, 3200, 4160, 4800}
     assert {batch.labels.shape[1] for batch in seen} == {8}
     for batch in seen:
         assert (batch.labels == IGNORED).any(dim=1).all()
-    assert shape.width(3900) == 4160
-    assert shape.width(4800) == 4800  # what the data has is never cut
-    assert (Shape().width(321), Shape().length(7)) == (640, 7)
+    assert padding.width(3900) == 4160
+    assert padding.width(4800) == 4800  # what the data has is never cut
+    assert (Padding().width(321), Padding().length(7)) == (640, 7)
 
 
 def test_features_of_a_whole_set(tmp_path: Path) -> None:
-    data = synth.synthesise(Script("digits"), 5, tmp_path, 1)
+    data = synthesis.synthesise(Script("digits"), 5, tmp_path, 1)
     seconds = seconds_needed(data)
     features, texts = all_features(data, seconds, at_once=2)
     assert features.shape == (5, 80, 100 * seconds)
@@ -472,20 +475,20 @@ def recording(path: Path, seconds: float = 0.5) -> Path:
     return path
 
 
-def test_lists_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_lists_are_read_literally(tmp_path: Path) -> None:
     """Quotation marks are text, one line is one recording, an accent belongs to its letter."""
     for name in ("a.wav", "b.wav"):
         recording(tmp_path / name)
     listing = tmp_path / "list.tsv"
     listing.write_bytes('\ufeffpath\ttext\na.wav\t"hello\n\nb.wav\tcafe\u0301\r\n'.encode())
-    texts = [one.text for one in files.find_recordings(listing)]
+    texts = [one.text for one in recordings.find_recordings(listing)]
     assert texts == ['"hello', "caf\u00e9"]
     entries = tmp_path / "list.jsonl"
     entries.write_text('{"path": "a.wav", "text": "one\u2028two"}\n', encoding="utf-8")
-    assert [one.text for one in files.find_recordings(entries)] == ["one two"]
+    assert [one.text for one in recordings.find_recordings(entries)] == ["one two"]
     listing.write_text("a.wav\tone\n\nb.wav\n")
     with pytest.raises(InputError, match=r"list\.tsv:3: must be a path, a tab"):
-        files.find_recordings(listing)
+        recordings.find_recordings(listing)
 
 
 def test_lists_and_folders_are_read(tmp_path: Path) -> None:
@@ -497,13 +500,11 @@ def test_lists_and_folders_are_read(tmp_path: Path) -> None:
     (tmp_path / "list.jsonl").write_text(
         json.dumps({"path": str(audio_path), "text": "Hello world"}) + "\n\n"
     )
-    [found] = files.find_recordings(tmp_path)
+    [found] = recordings.find_recordings(tmp_path)
     assert found.text == "hello world"
     for name in ("list.tsv", "bare.tsv", "list.jsonl"):
-        assert files.find_recordings(tmp_path / name) == [
-            files.Recording(audio_path, "Hello world")
-        ]
-    data = files.Files([found])
+        assert recordings.find_recordings(tmp_path / name) == [Recording(audio_path, "Hello world")]
+    data = RecordedUtterances([found])
     assert [int(length) for length in data.lengths] == [8_000]
     assert len(data[0].samples) == 8_000
     assert data[0].text == data.text(0) == "hello world"
@@ -527,33 +528,33 @@ def test_lists_and_folders_are_read(tmp_path: Path) -> None:
 def test_a_wrong_list_is_named(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=message):
-        files.find_recordings(tmp_path / name)
+        recordings.find_recordings(tmp_path / name)
 
 
 def test_wrong_folders_and_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"trans\.txt"):
-        files.find_recordings(tmp_path)
+        recordings.find_recordings(tmp_path)
     with pytest.raises(InputError, match="no such file or folder"):
-        files.find_recordings(tmp_path / "missing")
+        recordings.find_recordings(tmp_path / "missing")
     (tmp_path / "binary.tsv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match=r"binary\.tsv: cannot be read as text"):
-        files.find_recordings(tmp_path / "binary.tsv")
-    with pytest.raises(InputError, match=r"long\.wav: 31\.0 s long"):
-        files.Files([files.Recording(recording(tmp_path / "long.wav", 31.0), "hello")])
+        recordings.find_recordings(tmp_path / "binary.tsv")
+    with pytest.raises(InputError, match=r"long\.wav: 31\.0 s long, .* at most 30 s"):
+        RecordedUtterances([Recording(recording(tmp_path / "long.wav", 31.0), "hello")])
 
 
 def test_texts_that_the_tokens_cannot_spell_are_named(tmp_path: Path) -> None:
-    one = files.Recording(tmp_path / "a.wav", "abc")
-    with pytest.raises(InputError, match=r"a\.wav: its text has 'c'"):
-        files.check_texts([one], Codec.build("ab"), 10)
-    with pytest.raises(InputError, match=r"a\.wav: its text has 4 tokens, the model takes 3"):
-        files.check_texts([one], Codec.build("abc"), 3)
+    one = Recording(tmp_path / "a.wav", "abc")
+    with pytest.raises(InputError, match=r"a\.wav: the model has no token for 'c'"):
+        recordings.check_texts([one], Codec.build("ab"), 10)
+    with pytest.raises(InputError, match=r"a\.wav: its transcript has 4 tokens, .* at most 3"):
+        recordings.check_texts([one], Codec.build("abc"), 3)
 
 
 def test_a_text_is_never_both_trained_on_and_held_out() -> None:
-    recordings = [files.Recording(Path(f"{n}.wav"), f"text {n // 2}") for n in range(400)]
-    train, validation = files.held_out(recordings)
+    found = [Recording(Path(f"{n}.wav"), f"text {n // 2}") for n in range(400)]
+    train, validation = split_recordings(found)
     assert 5 <= len(validation) <= 50
     assert not {one.text for one in train} & {one.text for one in validation}
     with pytest.raises(InputError, match="only 2 recordings of 1 texts, too few"):
-        files.held_out(recordings[:2])
+        split_recordings(found[:2])

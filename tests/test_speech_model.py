@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, WhisperForConditionalGeneration
 
-from maxfactor_speech import optimizers
-from maxfactor_speech.audio import InputError
-from maxfactor_speech.evaluate import Evaluation, Example, decode, in_batches, transcribe
-from maxfactor_speech.graphs import is_random
-from maxfactor_speech.model import IGNORED, SIZES, Codec, Size, encode, loss_of, whisper
-from maxfactor_speech.preparation import task_codec
+import maxfactor
+from maxfactor_speech.data.tokens import IGNORED, Codec
+from maxfactor_speech.errors import InputError
+from maxfactor_speech.training import optimizers
+from maxfactor_speech.training.cuda_graphs import is_random
+from maxfactor_speech.training.evaluation import (
+    Evaluation,
+    Example,
+    decode,
+    in_batches,
+    transcribe,
+)
+from maxfactor_speech.training.model import SIZES, Size, encode, loss_of, whisper
+from maxfactor_speech.training.preparation import task_codec
 
 SMALL = Size(32, 2, 2)
 
@@ -45,14 +54,14 @@ def test_composed_and_decomposed_letters_are_the_same() -> None:
     assert codec.missing("u\u0308") == []
 
 
-def test_labels_are_filled_up_with_what_is_ignored(codec: Codec) -> None:
+def test_labels_are_padded_with_ignored(codec: Codec) -> None:
     labels = codec.labels(["abc", "d"])
     assert labels.shape == (2, 4)
     assert labels[1, 2:].tolist() == [IGNORED, IGNORED]  # the end is not ignored
     assert labels[1, 1] == codec.end
 
 
-def test_tokens_survive_a_file(codec: Codec, tmp_path: Path) -> None:
+def test_tokenizers_are_restored_from_a_folder(codec: Codec, tmp_path: Path) -> None:
     codec.tokenizer.save_pretrained(tmp_path)
     again = Codec.of(PreTrainedTokenizerFast.from_pretrained(tmp_path))
     assert again.encode("ab cd") == codec.encode("ab cd")
@@ -92,7 +101,7 @@ def test_sizes(codec: Codec, name: str, millions: float) -> None:
     assert model.config.d_model == SIZES[name].width
 
 
-def test_what_is_drawn_at_random_is_known(codec: Codec) -> None:
+def test_random_passes_are_recognised(codec: Codec) -> None:
     """A CUDA graph would not draw it anew."""
     assert not is_random(small_model(codec).config)
     for name in ("dropout", "attention_dropout", "decoder_layerdrop"):
@@ -123,7 +132,7 @@ def decode_slowly(
     return texts
 
 
-def test_greedy_decoding_writes_what_is_likeliest(codec: Codec) -> None:
+def test_greedy_decoding_takes_the_likeliest_tokens(codec: Codec) -> None:
     model = small_model(codec)
     features, spoken = torch.randn(6, 80, 200), ["a", "b c", "dd", "e a b", "cab", "bed"]
     [adamw] = optimizers.make_optimizer(model, "adamw", lr=0.01)
@@ -193,7 +202,7 @@ def test_muon_leaves_embeddings_to_adamw(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize(("given", "muons", "adamws"), [(None, 0.1, 0.01), (0.0, 0.0, 0.0)])
-def test_muons_decay_goes_to_adamw_too(
+def test_weight_decay_of_muon_and_adamw(
     codec: Codec, given: float | None, muons: float, adamws: float
 ) -> None:
     muon, adamw = optimizers.make_optimizer(small_model(codec), "muon", weight_decay=given)
@@ -218,3 +227,16 @@ def test_missing_lion_names_its_package() -> None:
 def test_unknown_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match="adamw, adafactor, muon, lion, got 'sgd'"):
         optimizers.make_optimizer(nn.Linear(3, 2), "sgd")
+
+
+def test_recipes_are_those_of_the_library() -> None:
+    with pytest.raises(ValueError, match="'no such recipe'") as caught:
+        maxfactor.for_model(nn.Linear(3, 2), "no such recipe")
+    named = set(re.findall(r"'([^']+)'", str(caught.value)))
+    assert set(optimizers.RECIPES) == named - {"no such recipe"}
+
+
+def test_default_rates_are_those_of_the_library() -> None:
+    rates = {name: optimizers.default_lr(name) for name in ("quality", "fast", "lean")}
+    assert rates == {"quality": 0.02, "fast": 0.04, "lean": 0.028}
+    assert optimizers.default_lr("published-1.0") == maxfactor.recipe("published-1.0")["lr"]

@@ -1,4 +1,4 @@
-"""`maxfactor train --shard` in two processes: what one process does, going on, stopping, errors."""
+"""`maxfactor train --shard` in two processes: results, resuming, stopping and errors."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import maxfactor
-from maxfactor_speech import checkpoint, train
-from maxfactor_speech.audio import InputError
 from maxfactor_speech.cli import app
-from maxfactor_speech.features import draw_stretches, spec_augment
-from maxfactor_speech.lock import alone_in
-from maxfactor_speech.metrics import read_metrics
-from maxfactor_speech.parallel import Ranks as Processes
-from maxfactor_speech.settings import Settings
-from maxfactor_speech.trainer import Trainer
+from maxfactor_speech.data.features import draw_stretches, spec_augment
+from maxfactor_speech.errors import InputError
+from maxfactor_speech.training import checkpoint, loop
+from maxfactor_speech.training.folder_lock import folder_lock
+from maxfactor_speech.training.metrics import read_metrics
+from maxfactor_speech.training.parallel import MultiProcess
+from maxfactor_speech.training.settings import Settings
+from maxfactor_speech.training.trainer import Trainer
 from noise import prepared, weights
 from ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("speech in two processes")  # which are started once
 BASE = Settings(
     optimizer="lean",
     steps=4,
@@ -53,7 +52,7 @@ def trained(settings: Settings, out: Path, shard: str | None, resume: bool = Fal
     """A training in one of the processes, as if `torchrun` had started it."""
     if shard is not None:
         as_torchrun()
-    return train.train(settings, out, resume, prepared=prepared(32), shard=shard).step
+    return loop.train(settings, out, resume, prepared=prepared(32), shard=shard).step
 
 
 def as_torchrun() -> None:
@@ -88,7 +87,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("optimizer", "shard"), [("lean", "ddp"), ("lean", "fsdp"), ("adamw", "fsdp")]
 )
-def test_two_processes_train_what_one_does(
+def test_two_processes_train_like_one(
     two: Ranks, single: Path, tmp_path: Path, optimizer: str, shard: str
 ) -> None:
     settings = replace(BASE, optimizer=optimizer)
@@ -103,7 +102,7 @@ def test_two_processes_train_what_one_does(
     [("lean", "fsdp", None), ("lean", None, "fsdp"), ("adamw", None, "fsdp"),
      ("adamw", "fsdp", "ddp")],
 )  # fmt: skip
-def test_another_number_of_processes_goes_on(
+def test_another_number_of_processes_resumes(
     two: Ranks,
     single: Path,
     tmp_path: Path,
@@ -142,7 +141,7 @@ def interrupted(settings: Settings, out: Path, shard: str) -> int:
     step = Trainer.train_step
 
     def with_signal(self: Trainer, batches: Any) -> torch.Tensor:
-        if self.step == 2 and self.ranks.rank == 1:
+        if self.step == 2 and self.processes.rank == 1:
             os.kill(os.getpid(), signal.SIGINT)
         return step(self, batches)
 
@@ -163,36 +162,36 @@ def losses(out: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(out) if "loss" in line]
 
 
-# --------------------------------------------------------------------------- what they say
+# --------------------------------------------------------------------------- communication
 
 
-def test_what_the_processes_tell_each_other(two: Ranks) -> None:
+def test_communication_between_processes(two: Ranks) -> None:
     assert two.run(told) == [(1, 0.5, ["a", "b", "c"], "first"), (1, 0.5, ["a", "b", "c"], "rest")]
 
 
 def told() -> tuple[int, float, list[str], str]:
     as_torchrun()
-    ranks = Processes("ddp", "cpu")
-    mine = [["a", "c"], ["b"]][ranks.rank]
+    processes = MultiProcess("ddp", "cpu")
+    mine = [["a", "c"], ["b"]][processes.rank]
     done: list[str] = []
 
     def call() -> str:
-        done.append("rest" if ranks.rank else "first")
+        done.append("rest" if processes.rank else "first")
         return done[0]
 
-    total, mean, dealt = ranks.total(ranks.rank), ranks.mean(ranks.rank), ranks.dealt(mine)
-    return total, mean, dealt, ranks.first_alone(call)
+    total, mean = processes.sum(processes.rank), processes.mean(processes.rank)
+    return total, mean, processes.interleaved(mine), processes.run_first_then_others(call)
 
 
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("batch", "--batch-size 5 cannot be shared by 2 processes.*such as 6"),
-        ("optimizer", "optimizer adafactor cannot step parts .*take --shard ddp"),
+        ("batch", "--batch-size 5 cannot be divided among 2 processes.*such as 6"),
+        ("optimizer", "optimizer adafactor cannot update sharded parameters; use --shard ddp"),
         ("other", "only the second process sees this"),
     ],
 )
-def test_what_fails_in_one_fails_in_all(
+def test_a_failure_in_one_process_fails_in_all(
     two: Ranks, tmp_path: Path, case: str, message: str
 ) -> None:
     two.run(fails, tmp_path / "out", case, message)
@@ -203,20 +202,20 @@ def fails(out: Path, case: str, message: str) -> None:
     changes: dict[str, Any] = {"batch": {"batch_size": 5}, "optimizer": {"optimizer": "adafactor"}}
     with pytest.MonkeyPatch.context() as patch:
         if case == "other" and dist.get_rank() == 1:
-            patch.setattr(train, "check_folder", _refuses)
+            patch.setattr(loop, "check_folder", _refuses)
         with pytest.raises(InputError, match=message):
             trained(replace(BASE, **changes.get(case, {})), out, "fsdp")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs locks of POSIX")
-def test_all_are_told_that_another_trains_in_the_folder(two: Ranks, tmp_path: Path) -> None:
-    with alone_in(tmp_path):
+def test_all_processes_see_that_the_folder_is_locked(two: Ranks, tmp_path: Path) -> None:
+    with folder_lock(tmp_path):
         two.run(is_kept_out, tmp_path)
     two.run(trained, BASE, tmp_path, "ddp")
 
 
 def is_kept_out(out: Path) -> None:
-    with pytest.raises(InputError, match=f"{out}: another process trains here"):
+    with pytest.raises(InputError, match=f"{out}: another process is training here"):
         trained(BASE, out, "ddp")
 
 
@@ -227,14 +226,18 @@ def _refuses(*_: object) -> None:
 @pytest.mark.parametrize(
     ("options", "environment", "message"),
     [
-        (["--shard", "fsdp"], {}, "torchrun --nproc-per-node 2 -m maxfactor train --shard fsdp"),
+        (
+            ["--shard", "fsdp"],
+            {},
+            "torchrun .*2 -m maxfactor_speech train --shard fsdp",
+        ),
         ([], {"RANK": "0", "WORLD_SIZE": "2"}, "torchrun started 2 processes"),
         (["--shard", "tp"], {"RANK": "0"}, "one of ddp, fsdp, hsdp, got 'tp'"),
         (["--shard", "hsdp"], {"RANK": "0", "WORLD_SIZE": "2"}, "at least 4, got 2"),
         (["--shard", "hsdp"], {"RANK": "0", "WORLD_SIZE": "5"}, "even number.*got 5"),
     ],
 )
-def test_wrong_starts_are_told_in_one_line(
+def test_wrong_starts_are_reported_in_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     options: list[str],
@@ -256,8 +259,8 @@ def test_wrong_starts_are_told_in_one_line(
 def test_the_command_under_torchrun(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--standalone", "--local-addr", "127.0.0.1", "-m", "maxfactor", "train"]
-    command += ["--shard=fsdp", "--optimizer=speech", "--steps=2", "--batch-size=2"]
+    command += ["--standalone", "--local-addr", "127.0.0.1", "-m", "maxfactor_speech", "train"]
+    command += ["--shard=fsdp", "--optimizer=quality", "--steps=2", "--batch-size=2"]
     command += ["--utterances=4", "--validation-utterances=2", "--device=cpu", "--workers=1"]
     command += [f"--cache={tmp_path}", f"--out={out}"]
     source = str(Path(maxfactor.__file__).parents[1])
@@ -274,7 +277,7 @@ def test_the_command_under_torchrun(tmp_path: Path) -> None:
     assert heard.exit_code == 0, heard.output
 
 
-def test_parts_of_a_batch_are_blanked_out_as_the_whole() -> None:
+def test_parts_of_a_batch_are_masked_like_the_whole() -> None:
     features = torch.ones(4, 80, 50)
     draws = draw_stretches(4, torch.Generator().manual_seed(3))
     halves = [spec_augment(features[:2], own) for own in draws.split(2, dim=2)]

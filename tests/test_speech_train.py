@@ -1,4 +1,4 @@
-"""The training loop: going on after a stop, what it leaves behind, and the command."""
+"""The training loop: resuming, the step, checkpoints and metrics, and the command."""
 
 from __future__ import annotations
 
@@ -27,18 +27,22 @@ from transformers import WhisperForConditionalGeneration
 from typer.testing import CliRunner
 
 import maxfactor
-from maxfactor import cli
-from maxfactor_speech import checkpoint, files, synth, train
-from maxfactor_speech.audio import SAMPLE_RATE, InputError
+from maxfactor_speech import cli
+from maxfactor_speech.atomic import write_atomically
 from maxfactor_speech.cli import app
-from maxfactor_speech.evaluate import Evaluation
-from maxfactor_speech.lock import alone_in
-from maxfactor_speech.metrics import METRICS, Metrics
-from maxfactor_speech.preparation import Prepared, prepare
-from maxfactor_speech.progress import Bar, Pace
-from maxfactor_speech.settings import Settings, rate_factor
-from maxfactor_speech.shards import Shards, write_whole
-from maxfactor_speech.trainer import Trainer
+from maxfactor_speech.data import recordings, synthesis
+from maxfactor_speech.data.audio import SAMPLE_RATE
+from maxfactor_speech.data.shards import ShardedUtterances
+from maxfactor_speech.errors import InputError
+from maxfactor_speech.training import checkpoint, loop
+from maxfactor_speech.training.evaluation import Evaluation
+from maxfactor_speech.training.folder_lock import folder_lock
+from maxfactor_speech.training.loop import train
+from maxfactor_speech.training.metrics import METRICS, Metrics
+from maxfactor_speech.training.preparation import Prepared, prepare
+from maxfactor_speech.training.progress import Bar, Pace
+from maxfactor_speech.training.settings import Settings, lr_factor
+from maxfactor_speech.training.trainer import Trainer
 from noise import prepared as noise_prepared
 from noise import weights
 
@@ -72,29 +76,29 @@ def lines(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / METRICS).read_text().splitlines()]
 
 
-# ------------------------------------------------------------------------------ going on
+# ------------------------------------------------------------------------------ resuming
 
 
 @pytest.mark.parametrize("optimizer", ["quality", "fast", "muon"])
-def test_a_stopped_training_goes_on_to_the_same_weights(
+def test_a_resumed_training_reaches_the_same_weights(
     cache: Path, tmp_path: Path, optimizer: str
 ) -> None:
     settings = replace(TINY, optimizer=optimizer)
-    train.train(settings, tmp_path / "whole", cache=cache, workers=1)
+    train(settings, tmp_path / "whole", cache=cache, workers=1)
     part = prepare(settings, cache, 1)
     stopped = tmp_path / "stopped"
     with pytest.raises(KeyError):  # in the middle of step 5, after the checkpoint of step 4
-        train.train(settings, stopped, prepared=_failing_after(part, 9))
+        train(settings, stopped, prepared=_failing_after(part, 9))
     assert checkpoint.checkpoints(stopped)[-1].name == "step-00000004"
-    train.train(settings, stopped, resume=True, cache=cache, workers=1)
+    train(settings, stopped, resume=True, cache=cache, workers=1)
     assert_same_weights(tmp_path / "whole", stopped)
     assert [line["step"] for line in lines(stopped)] == [2, 2, 4, 4, 6, 6]
 
 
-def test_a_checkpoint_does_not_bring_another_devices_settings(cache: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_does_not_change_device_settings(cache: Path, tmp_path: Path) -> None:
     """One from a GPU goes on here, and its rates were numbers."""
     settings = replace(TINY, optimizer="adamw")
-    train.train(settings, tmp_path / "whole", cache=cache, workers=1)
+    train(settings, tmp_path / "whole", cache=cache, workers=1)
     moved = tmp_path / "moved"
     shutil.copytree(tmp_path / "whole", moved)
     last = checkpoint.checkpoints(moved)[-1]
@@ -105,12 +109,12 @@ def test_a_checkpoint_does_not_bring_another_devices_settings(cache: Path, tmp_p
         assert isinstance(group["lr"], float)
         group |= {"capturable": True, "fused": True}  # as AdamW has it there
     torch.save(saved, path)
-    train.train(settings, moved, resume=True, cache=cache, workers=1)
+    train(settings, moved, resume=True, cache=cache, workers=1)
     assert_same_weights(tmp_path / "whole", moved)
 
 
 def _failing_after(prepared: Prepared, count: int) -> Prepared:
-    class Failing(Shards):
+    class Failing(ShardedUtterances):
         read = 0
 
         def __getitem__(self, number: int) -> Any:
@@ -119,17 +123,23 @@ def _failing_after(prepared: Prepared, count: int) -> Prepared:
                 raise KeyError("as good as a power cut")
             return super().__getitem__(number)
 
-    assert isinstance(prepared.train, Shards)
+    assert isinstance(prepared.train, ShardedUtterances)
     return prepared._replace(train=Failing(prepared.train.paths))
 
 
-def start(out: Path, cache: Path, steps: int, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "maxfactor_speech.cli", "train", "--out", str(out)]
+def options(out: Path, cache: Path, steps: int, *more: str) -> list[str]:
+    """The options of a small training."""
+    chosen = ["train", "--out", str(out), "--workers=1", f"--cache={cache}", *more]
     if "--resume" not in more:
-        command += ["--optimizer=speech", f"--steps={steps}", "--batch-size=2", "--utterances=12"]
-        command += ["--validation-utterances=2"]
-        command += ["--evaluate-every=3", "--spec-augment", "--device=cpu"]
-    command += ["--workers=1", f"--cache={cache}", *more]
+        chosen += ["--optimizer=quality", f"--steps={steps}", "--batch-size=2", "--utterances=12"]
+        chosen += ["--validation-utterances=2"]
+        chosen += ["--evaluate-every=3", "--spec-augment", "--device=cpu"]
+    return chosen
+
+
+def start(out: Path, cache: Path, steps: int, *more: str) -> subprocess.Popen[str]:
+    """The training in a process of its own."""
+    command = [sys.executable, "-m", "maxfactor_speech", *options(out, cache, steps, *more)]
     environment = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -149,28 +159,24 @@ def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
     raise AssertionError("the training did not come that far")
 
 
-def test_killed_at_a_random_step_it_goes_on_to_the_same_weights(
-    cache: Path, tmp_path: Path
-) -> None:
+def test_a_killed_training_resumes_to_the_same_weights(cache: Path, tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    process = start(killed, cache, 60)
-    wait_for_step(killed, random.randrange(3, 40), process)
+    process = start(killed, cache, 30)
+    wait_for_step(killed, random.randrange(3, 20), process)
     time.sleep(random.uniform(0.0, 0.1))  # in the middle of a step, a decoding or a checkpoint
     process.kill()
     assert process.wait() == -signal.SIGKILL
     process.communicate()
-    resumed = start(killed, cache, 60, "--resume")
-    other = start(whole, cache, 60)
-    for one in (resumed, other):
-        output, _ = one.communicate()
-        assert one.returncode == 0, output
+    for given in (options(killed, cache, 30, "--resume"), options(whole, cache, 30)):
+        result = run(*given)  # in this process, which need not start
+        assert result.exit_code == 0, result.output
     assert_same_weights(killed, whole)
     assert [line["step"] for line in lines(killed)] == [line["step"] for line in lines(whole)]
     assert not list(killed.rglob("*.partial"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_says_how_to_go_on(
+def test_a_signal_saves_and_prints_how_to_continue(
     cache: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     out = tmp_path / "my out"
@@ -181,7 +187,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
     assert process.returncode == 130, output
     hint = output.splitlines()[-1].strip()
     asked = f"--resume --out '{out}' --cache {cache} --workers 1 --tensorboard"
-    assert hint.endswith(f" -m maxfactor train {asked}")
+    assert hint.endswith(f" -m maxfactor_speech train {asked}")
     program = shutil.which(shlex.split(hint)[0])
     assert program is not None
     assert Path(program) == Path(sys.executable)
@@ -192,35 +198,34 @@ def test_a_signal_saves_and_says_how_to_go_on(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs locks of POSIX")
-def test_a_folder_is_one_trainings_until_its_process_ends(cache: Path, tmp_path: Path) -> None:
+def test_a_folder_is_locked_until_its_training_ends(cache: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = start(out, cache, 3000)
     wait_for_step(out, 3, process)
     for more in [[], ["--resume"]]:
-        refused = start(out, cache, 3000, *more)
-        output, _ = refused.communicate(timeout=120)
-        assert refused.returncode == 2
-        [line] = output.splitlines()
+        refused = run(*options(out, cache, 3000, *more))
+        assert refused.exit_code == 2
+        [line] = refused.output.splitlines()
         assert str(out) in line
-        assert "another process trains here" in line
+        assert "another process is training here" in line
         assert "another --out" in line
     assert process.poll() is None  # and is not disturbed
     process.kill()
     process.communicate()
-    with alone_in(out):
+    with folder_lock(out):
         pass
 
 
-def test_a_training_that_cannot_begin_leaves_no_folder(cache: Path, tmp_path: Path) -> None:
+def test_a_training_that_cannot_start_leaves_no_folder(cache: Path, tmp_path: Path) -> None:
     settings = replace(TINY, data=str(tmp_path / "none.tsv"), utterances=None)
     (tmp_path / "mine").mkdir()
     for name, left in [("out/deep", False), ("mine", True)]:
         with pytest.raises(InputError, match="no such file"):
-            train.train(settings, tmp_path / name, cache=cache)
+            train(settings, tmp_path / name, cache=cache)
         assert (tmp_path / name).exists() == left
 
 
-def test_where_there_are_no_locks_a_training_goes_without(
+def test_a_file_system_without_locks_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fcntl = pytest.importorskip("fcntl")
@@ -229,7 +234,7 @@ def test_where_there_are_no_locks_a_training_goes_without(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with alone_in(tmp_path):
+    with folder_lock(tmp_path):
         assert (tmp_path / "lock").exists()
 
 
@@ -261,7 +266,7 @@ def test_steps_take_as_many_batches_as_are_accumulated(cache: Path) -> None:
 
 @pytest.mark.parametrize("optimizer", ["quality", "adamw"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_mixed_precision_keeps_weights_in_full(cache: Path, dtype: str, optimizer: str) -> None:
+def test_mixed_precision_keeps_weights_in_float32(cache: Path, dtype: str, optimizer: str) -> None:
     mixed = trainer(cache, dtype=dtype, optimizer=optimizer)
     batches = mixed.batches()
     losses = [float(mixed.train_step(next(batches))) for _ in range(3)]
@@ -289,15 +294,15 @@ def _norm(optimizer: torch.optim.Optimizer) -> float:
     return float(torch.stack([g.norm() for g in grads if g is not None]).norm())
 
 
-def test_the_rate_rises_and_falls() -> None:
+def test_the_learning_rate_schedule() -> None:
     settings = replace(TINY, steps=100, warmup=0.1)
-    factors = [rate_factor(settings, step) for step in range(100)]
+    factors = [lr_factor(settings, step) for step in range(100)]
     assert factors[:10] == pytest.approx([(step + 1) / 11 for step in range(10)])
     assert factors[10] == 1.0
     assert factors[55] == pytest.approx(0.5)
     assert 0.0 < factors[99] < 0.001
-    assert rate_factor(replace(settings, schedule="linear"), 55) == pytest.approx(0.5)
-    assert rate_factor(replace(settings, schedule="constant"), 99) == 1.0
+    assert lr_factor(replace(settings, schedule="linear"), 55) == pytest.approx(0.5)
+    assert lr_factor(replace(settings, schedule="constant"), 99) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -332,11 +337,11 @@ def test_wrong_settings_are_refused(change: dict[str, Any]) -> None:
         Settings(**change)
 
 
-# ------------------------------------------------------------------------ what it leaves
+# --------------------------------------------------------------- checkpoints and metrics
 
 
 def test_checkpoints_are_models_and_the_last_are_kept(cache: Path, tmp_path: Path) -> None:
-    train.train(replace(TINY, keep=2), tmp_path, cache=cache, workers=1)
+    train(replace(TINY, keep=2), tmp_path, cache=cache, workers=1)
     names = [path.name for path in checkpoint.checkpoints(tmp_path)]
     assert names == ["step-00000004", "step-00000006"]
     model, codec = checkpoint.load_model(tmp_path)
@@ -348,15 +353,15 @@ def test_checkpoints_are_models_and_the_last_are_kept(cache: Path, tmp_path: Pat
     assert {"loss", "lr", "effective_lr", "steps_per_second"} <= lines(tmp_path)[0].keys()
 
 
-def test_a_folder_takes_one_training(cache: Path, tmp_path: Path) -> None:
-    train.train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1)
-    with pytest.raises(InputError, match="holds a training already"):
-        train.train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1)
-    with pytest.raises(InputError, match="steps=2, cannot go on with 6; another --out"):
-        train.train(TINY, tmp_path, resume=True, cache=cache, workers=1)
+def test_a_folder_contains_only_one_training(cache: Path, tmp_path: Path) -> None:
+    train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1)
+    with pytest.raises(InputError, match="already contains a training"):
+        train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1)
+    with pytest.raises(InputError, match="steps=2, cannot resume with 6; choose another --out"):
+        train(TINY, tmp_path, resume=True, cache=cache, workers=1)
 
 
-def test_a_full_disk_leaves_the_last_checkpoint(
+def test_a_full_disk_keeps_the_last_checkpoint(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = torch.save
@@ -369,16 +374,16 @@ def test_a_full_disk_leaves_the_last_checkpoint(
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(InputError, match=r"step-00000004: cannot be written, the disk is full"):
-        train.train(TINY, tmp_path, cache=cache, workers=1)
+        train(TINY, tmp_path, cache=cache, workers=1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
 
 
 @pytest.mark.parametrize("length", [0, 10, 5000])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_resumes(
     cache: Path, tmp_path: Path, length: int
 ) -> None:
     options = ["train", "--resume", "--out", tmp_path, "--cache", cache, "--workers", 1]
-    train.train(TINY, tmp_path, cache=cache, workers=1)
+    train(TINY, tmp_path, cache=cache, workers=1)
     last = checkpoint.checkpoints(tmp_path)[-1]
     for seed in range(5):  # which decides what pickle stumbles over
         (last / checkpoint.TRAINING).write_bytes(random.Random(seed).randbytes(length))
@@ -386,18 +391,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(
         assert result.exit_code == 2, (result.output, result.exception)
         [line] = result.stderr.splitlines()
         assert f"{last / checkpoint.TRAINING}: cannot be read" in line
-        assert line.endswith("delete this folder to go on from the one before it")
+        assert line.endswith("delete its folder to resume from the checkpoint before it")
     shutil.rmtree(last)
     assert run(*options).exit_code == 0
 
 
 def test_tensorboard_on_request(cache: Path, tmp_path: Path) -> None:
-    train.train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1, tensorboard=True)
+    train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1, tensorboard=True)
     [events] = (tmp_path / "tensorboard").iterdir()
     assert events.stat().st_size > 200
 
 
-def test_a_loss_that_is_no_number_is_null(tmp_path: Path) -> None:
+def test_a_nan_loss_is_written_as_null(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, 0, tensorboard=False)
     metrics.pace(Pace(1, float("nan"), 0.1, 0.1, 1.0, 1.0), {})
     assert lines(tmp_path)[0]["loss"] is None
@@ -415,12 +420,18 @@ def trained(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--evaluate-every", "2", "--out", out, "--cache", cache, "--workers", "1",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    assert f"maxfactor transcribe {out} {out / 'example.wav'}" in result.output
+    assert f" -m maxfactor_speech transcribe {out} {out / 'example.wav'}" in result.output
     return out
 
 
 def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_the_version_is_printed() -> None:
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.output == f"maxfactor {maxfactor.__version__} (torch {torch.__version__})\n"
 
 
 def test_help_fits_a_screen() -> None:
@@ -432,7 +443,7 @@ def test_help_fits_a_screen() -> None:
         assert f"Example: maxfactor {command} " in text
 
 
-def test_files_are_transcribed_whatever_their_rate(trained: Path, tmp_path: Path) -> None:
+def test_files_of_any_rate_are_transcribed(trained: Path, tmp_path: Path) -> None:
     example = trained / "example.wav"
     result = run("transcribe", trained, example)
     assert result.exit_code == 0, result.output
@@ -458,7 +469,7 @@ def test_a_trained_model_learns_another_language(
 
 def recorded(folder: Path, cache: Path) -> list[str]:
     """24 recordings, as lines of a TSV beside them."""
-    spoken = synth.synthesise(synth.Script("digits"), 24, cache, 1)
+    spoken = synthesis.synthesise(synthesis.Script("digits"), 24, cache, 1)
     for number in range(24):
         soundfile.write(folder / f"{number}.wav", spoken[number].samples, SAMPLE_RATE)
     return [f"{number}.wav\t{spoken[number].text}\n" for number in range(24)]
@@ -477,7 +488,7 @@ def test_own_recordings_are_trained_on(tmp_path: Path, cache: Path) -> None:
     assert isinstance(checkpoint.load_model(out)[0], WhisperForConditionalGeneration)
 
 
-def test_going_on_with_other_recordings_is_refused(tmp_path: Path, cache: Path) -> None:
+def test_resuming_with_other_recordings_is_refused(tmp_path: Path, cache: Path) -> None:
     """They would come in another order, and spell with other tokens."""
     listing = recorded(tmp_path, cache)
     data = tmp_path / "all.tsv"
@@ -487,22 +498,22 @@ def test_going_on_with_other_recordings_is_refused(tmp_path: Path, cache: Path) 
         evaluate_every=2,
     )  # fmt: skip
     out = tmp_path / "out"
-    train.train(settings, out)
+    train(settings, out)
     shutil.rmtree(checkpoint.checkpoints(out)[-1])
     data.write_text("".join([*listing[1:], listing[0].replace("\n", " q\n")]))
-    with pytest.raises(InputError, match="was trained on other utterances than those"):
-        train.train(settings, out, resume=True)
+    with pytest.raises(InputError, match="was trained on other utterances than the data has now"):
+        train(settings, out, resume=True)
     data.write_text("".join(listing))
-    assert train.train(settings, out, resume=True).step == 4
+    assert train(settings, out, resume=True).step == 4
 
 
-def test_a_rare_letter_in_what_was_held_out(tmp_path: Path, cache: Path) -> None:
+def test_a_rare_letter_in_the_validation_set(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "a.wav"
-    spoken = synth.synthesise(synth.Script("digits"), 4, cache, 1)
+    spoken = synthesis.synthesise(synthesis.Script("digits"), 4, cache, 1)
     soundfile.write(path, spoken[0].samples, SAMPLE_RATE)
-    usual = [files.Recording(path, f"word {number}") for number in range(40)]
-    rare = [files.Recording(path, f"q {number}") for number in range(99)]
-    held_out = next(one for one in files.held_out([*usual, *rare])[1] if one in rare)
+    usual = [recordings.Recording(path, f"word {number}") for number in range(40)]
+    rare = [recordings.Recording(path, f"q {number}") for number in range(99)]
+    held_out = next(one for one in recordings.split_recordings([*usual, *rare])[1] if one in rare)
     lines = [f"a.wav\t{one.text}\n" for one in [*usual, held_out]]
     (tmp_path / "all.tsv").write_text("".join(lines))
     found = prepare(Settings(data=str(tmp_path / "all.tsv"), batch_size=2))
@@ -515,7 +526,7 @@ def test_a_model_with_more_mel_bands_is_evaluated(tmp_path: Path) -> None:
     config = given.model.config
     config.num_mel_bins = 128
     prepared = given._replace(model=WhisperForConditionalGeneration(config))
-    result = train.train(replace(TINY, steps=2), tmp_path / "out", prepared=prepared)
+    result = train(replace(TINY, steps=2), tmp_path / "out", prepared=prepared)
     assert result.evaluation is not None
 
 
@@ -534,15 +545,18 @@ def wrong_transcribe(trained: Path, folder: Path) -> list[tuple[list[object], st
     return [
         (["transcribe", trained, folder / "missing.wav"], "missing.wav: no such file"),
         (["transcribe", trained, noise], "noise.wav: cannot be read as audio"),
-        (["transcribe", trained, long], "long.wav: 10.0 s long"),
+        (["transcribe", trained, long], "long.wav: 10.0 s long, but the model takes at most "),
         (["transcribe", folder, example], f"{folder}: no config.json"),
-        (["transcribe", broken, example], "broken: cannot be read as a Whisper"),
-        (["transcribe", other, example], "other: holds a model of type 'bert'"),
+        (["transcribe", broken, example], "broken: cannot be read as a Whisper model"),
+        (["transcribe", other, example], "other: contains a model of type 'bert'"),
         (["transcribe", trained, example, "--device", "foo"], "device must be cpu, cuda"),
         (["transcribe", trained, example, "--device", "cuda:99"], "use --device cpu"),
         (["compare", "--jobs", "0", "--out", folder / "out"], "jobs must be at least 1, got 0"),
-        (["compare", "--out", noise], "noise.wav is a file; --out names a folder"),
-        (["compare", "--cache", noise, "--out", folder / "out"], "--cache names a folder"),
+        (["compare", "--out", noise], "noise.wav is a file; choose another folder with --out"),
+        (
+            ["compare", "--cache", noise, "--out", folder / "out"],
+            "choose another folder with --cache",
+        ),
         (
             ["compare", "--model", folder / "gone", "--out", folder / "out"],
             "gone: no config.json",
@@ -571,33 +585,36 @@ def wrong_train(trained: Path, folder: Path) -> list[tuple[list[object], str]]:
         (["--data", folder / "single.tsv"], "only 1 recordings"),
         (
             ["--data", folder / "single.tsv", "--validation", folder / "foreign.tsv"],
-            "example.wav: its text has ' ', 'n', 'é', which the model has no token for",
+            "example.wav: the model has no token for ' ', 'n', 'é' in its transcript",
         ),
         (["--data", folder / "single.tsv", *pair, "--model", trained], "no token for"),
         (["--task", "songs"], "task must be one of digits, sentences, got 'songs'"),
         (["--model", folder / "gone"], "gone: no config.json"),
-        (["--clip", "-1"], "clip must be finite and not negative, 0 is no clipping, got -1.0"),
+        (["--clip", "-1"], "clip must be finite and not negative (0 disables it), got -1.0"),
         (["--device", "foo"], "device must be cpu, cuda, cuda:1, …, got 'foo'"),
         (["--device", "cuda:99"], "device cuda:99: torch finds"),
         (["--device", "hpu"], "device hpu: torch cannot use it here; use --device cpu"),
         (["--device", "meta"], "device meta: torch cannot use it here; use --device cpu"),
         (["--workers", "0"], "workers must be at least 1, got 0"),
-        (["--validation", folder / "single.tsv"], "validation must come with data"),
+        (["--validation", folder / "single.tsv"], "validation must be given with data"),
         (
             ["--data", folder / "single.tsv", *pair, "--utterances", "2"],
-            "--utterances 2 is for speech that is synthesised; leave it out, or --data",
+            "--utterances 2 applies only to synthesised speech; leave it out, or leave out --data",
         ),
-        (["--out", example], "example.wav is a file; --out names a folder"),
-        (["--out", example / "deeper"], "example.wav is a file; --out names a folder"),
-        (["--cache", example], "example.wav is a file; --cache names a folder"),
+        (["--out", example], "example.wav is a file; choose another folder with --out"),
+        (["--out", example / "deeper"], "example.wav is a file; choose another folder with --out"),
+        (["--cache", example], "example.wav is a file; choose another folder with --cache"),
         (["--resume"], "--resume needs --out"),
-        (["--resume", "--out", folder / "gone"], "gone: holds no training to go on with; without"),
-        (["--out", trained], "holds a training already"),
+        (
+            ["--resume", "--out", folder / "gone"],
+            "gone: contains no training to resume; start one without",
+        ),
+        (["--out", trained], "already contains a training"),
         (["--task", "sentences", "--model", trained, "--utterances", "2"], "no token for"),
     ]
 
 
-def test_wrong_input_is_told_in_one_line(trained: Path, tmp_path: Path, cache: Path) -> None:
+def test_wrong_input_is_reported_in_one_line(trained: Path, tmp_path: Path, cache: Path) -> None:
     out = tmp_path / "out"
     cases = wrong_transcribe(trained, tmp_path)
     for arguments, message in wrong_train(trained, tmp_path):
@@ -612,25 +629,28 @@ def test_wrong_input_is_told_in_one_line(trained: Path, tmp_path: Path, cache: P
         assert not out.exists()
 
 
-def test_what_would_fail_later_is_told_before_speech_is_made(
+def test_errors_are_reported_before_speech_is_synthesised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("speech is made")
 
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(synth, "synthesise", refuse)
+    monkeypatch.setattr(synthesis, "synthesise", refuse)
     monkeypatch.setitem(sys.modules, "lion_pytorch", None)
     out = tmp_path / "out"
     cases: list[tuple[list[object], str]] = [
         (["train", "--optimizer", "lion"], "pip install lion-pytorch"),
-        (["compare", "--optimizers", "speech,lion"], "pip install lion-pytorch"),
+        (["compare", "--optimizers", "quality,lion"], "pip install lion-pytorch"),
         (["train", "--model", tmp_path / "gone"], "gone: no config.json"),
         (["compare", "--model", tmp_path / "gone"], "gone: no config.json"),
         (["train", "--device", "cuda:99"], "torch finds"),
         (["compare", "--device", "cuda:99"], "torch finds"),
-        (["train", "--out", tmp_path / "file"], "file is a file; --out"),
-        (["train", "--cache", tmp_path / "file"], "file is a file; --cache"),
+        (["train", "--out", tmp_path / "file"], "file is a file; choose another folder with --out"),
+        (
+            ["train", "--cache", tmp_path / "file"],
+            "file is a file; choose another folder with --cache",
+        ),
         (["train", "--out", tmp_path / ("a" * 300)], "cannot be written, "),
     ]
     for arguments, message in cases:
@@ -642,16 +662,16 @@ def test_what_would_fail_later_is_told_before_speech_is_made(
 
 
 @pytest.mark.parametrize("found", [True, False])
-def test_commands_to_paste_name_the_program_as_it_was_called(
+def test_hints_name_the_program_as_it_was_called(
     found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = {"maxfactor": "/bin/maxfactor", "python": sys.executable} if found else {}
     monkeypatch.setattr(cli, "which", places.get)
     monkeypatch.setattr(sys, "argv", ["/my env/bin/maxfactor"])
     assert cli._command() == ("maxfactor" if found else "'/my env/bin/maxfactor'")
-    monkeypatch.setattr(sys, "argv", ["/env/lib/maxfactor/__main__.py"])
+    monkeypatch.setattr(sys, "argv", ["/env/lib/maxfactor_speech/__main__.py"])
     python = "python" if found else shlex.quote(sys.executable)
-    assert cli._command() == f"{python} -m maxfactor"
+    assert cli._command() == f"{python} -m maxfactor_speech"
 
 
 def test_the_bar_shows_the_last_error_rate() -> None:
@@ -667,7 +687,7 @@ def test_the_bar_shows_the_last_error_rate() -> None:
 
 
 @pytest.mark.parametrize(("width", "together"), [(50, False), (80, True)])
-def test_a_narrow_bar_shows_how_far_it_is(width: int, together: bool) -> None:
+def test_a_narrow_bar_shows_the_step(width: int, together: bool) -> None:
     shown = io.StringIO()
     bar = Bar(Console(file=shown, force_terminal=True, width=width))
     bar.begin("training", 2000)
@@ -679,10 +699,10 @@ def test_a_narrow_bar_shows_how_far_it_is(width: int, together: bool) -> None:
     assert ("steps/s" in line) == together
 
 
-def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"file/one: cannot be written, "):
-        write_whole(tmp_path / "file" / "one", b"content")
+        write_atomically(tmp_path / "file" / "one", b"content")
 
 
 @pytest.mark.parametrize(
@@ -721,5 +741,5 @@ def test_options_are_settings(source: dict[str, Any]) -> None:
 
 def patch_train(replacement: Callable[..., None], call: Callable[[], object]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "train", replacement)
+        patch.setattr(loop, "train", replacement)
         call()

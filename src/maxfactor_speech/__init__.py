@@ -1,5 +1,5 @@
-"""Training speech recognition: a Whisper on speech synthesised on the spot, or on your own.
+"""Train, compare and use Whisper-like speech recognisers with MaxFactor: the command `maxfactor`.
 
-Needs `pip install 'maxfactor[speech]'`. Nothing is imported here, so that the parts that need
-little (a worker process that only synthesises) start quickly.
+Install from a clone with `pip install -e '.[speech]'`. This package imports nothing here, so that
+worker processes that only synthesise speech start quickly.
 """

@@ -1,4 +1,4 @@
-"""`python -m maxfactor`: the command, for where there is no script, as under `torchrun -m`."""
+"""`python -m maxfactor_speech`: the command `maxfactor`, also for `torchrun -m`."""
 
 from maxfactor_speech.cli import main
 

@@ -13,70 +13,101 @@ from typing import TYPE_CHECKING, Annotated, Any
 try:
     import typer
 except ImportError:
-    sys.exit("maxfactor's commands need more packages: pip install 'maxfactor[speech]'")
+    sys.exit(
+        "The command maxfactor needs more packages. In a clone of the repository, run: "
+        "pip install -e '.[speech]'"
+    )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from maxfactor_speech.evaluate import Evaluation
-    from maxfactor_speech.settings import Settings
-    from maxfactor_speech.train import Result
+    from maxfactor_speech.compare.runs import RunResult
+    from maxfactor_speech.training.evaluation import Evaluation
+    from maxfactor_speech.training.loop import TrainingResult
+    from maxfactor_speech.training.settings import Settings
 
-STEPS = 500  # as in the settings, which take long to import
 WRONG_INPUT = 2
-INTERRUPTED = 130  # as shells have it for Ctrl-C
+INTERRUPTED = 130  # the exit status of shells for Ctrl-C
 
 app = typer.Typer(
     help="Train Whisper-like speech recognisers with MaxFactor.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,  # brackets are brackets
+    rich_markup_mode=None,  # square brackets are text, not markup
     pretty_exceptions_enable=False,
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import torch  # imported here, because it takes seconds
+
+        import maxfactor
+
+        typer.echo(f"maxfactor {maxfactor.__version__} (torch {torch.__version__})")
+        raise typer.Exit
+
+
 @app.callback()
-def _maxfactor() -> None:
+def _maxfactor(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
     """Train Whisper-like speech recognisers with MaxFactor.
 
     Start with: maxfactor train
     """
 
 
-# Options that several commands have; None leaves a setting at its default.
-Task = Annotated[str | None, typer.Option(help="digits (default) or sentences")]
-Language = Annotated[str | None, typer.Option(help="en (default), de or es")]
+# Options of several commands. None is the default of the setting, in square brackets.
+Task = Annotated[str | None, typer.Option(help="digits or sentences [digits]")]
+Language = Annotated[str | None, typer.Option(help="Of the task: en, de or es [en]")]
 Data = Annotated[
-    str | None, typer.Option(help="LibriSpeech-like folder, or .tsv/.jsonl of path and text")
+    str | None,
+    typer.Option(help="Your recordings: LibriSpeech-like folder, or .tsv/.jsonl of path and text"),
 ]
 Validation = Annotated[
-    str | None, typer.Option(help="the same, for validation [1 in 20 of --data]")
+    str | None, typer.Option(help="Recordings for validation [1 in 20 of --data]")
 ]
-UtteranceCount = Annotated[int | None, typer.Option(help="how many to synthesise")]
-ValidationCount = Annotated[int | None, typer.Option(help="the same [256]")]
-Model = Annotated[str | None, typer.Option(help="nano (default), tiny, base, or a model's folder")]
-Rate = Annotated[float | None, typer.Option(help="highest rate [the optimizer's own]")]
-Decay = Annotated[float | None, typer.Option(help="[the optimizer's own]")]
-Schedule = Annotated[str | None, typer.Option(help="cosine (default), linear or constant")]
-Warmup = Annotated[float | None, typer.Option(help="share of the steps [0.1]")]
-Clip = Annotated[float | None, typer.Option(help="gradient norm, 0 for none [1 for peers]")]
-Steps = Annotated[int | None, typer.Option(help=f"[{STEPS}]")]
-BatchSize = Annotated[int | None, typer.Option(help="[16]")]
-Accumulation = Annotated[int | None, typer.Option(help="batches to a step [1]")]
-Dtype = Annotated[str | None, typer.Option(help="fp32 (default), bf16 or fp16")]
-Device = Annotated[str | None, typer.Option(help="auto (default), cpu, cuda, …")]
-Seed = Annotated[int | None, typer.Option(help="[0]")]
+UtteranceCount = Annotated[int | None, typer.Option(help="Utterances to synthesise")]
+ValidationCount = Annotated[
+    int | None, typer.Option(help="Utterances to synthesise for validation [256]")
+]
+Model = Annotated[str | None, typer.Option(help="nano, tiny, base, or a model folder [nano]")]
+LearningRate = Annotated[
+    float | None, typer.Option(help="Peak learning rate [the optimizer's default]")
+]
+Decay = Annotated[float | None, typer.Option(help="[the optimizer's default]")]
+Schedule = Annotated[str | None, typer.Option(help="cosine, linear or constant [cosine]")]
+Warmup = Annotated[float | None, typer.Option(help="Fraction of the steps [0.1]")]
+Clip = Annotated[
+    float | None,
+    typer.Option(help="Maximum gradient norm, 0 for no clipping [1; 0 for MaxFactor]"),
+]
+Steps = Annotated[int | None, typer.Option(help="Optimizer steps [500]")]
+BatchSize = Annotated[int | None, typer.Option(help="Utterances per batch [16]")]
+Accumulation = Annotated[int | None, typer.Option(help="Batches per step [1]")]
+Dtype = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16 [fp32]")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, … [auto]")]
+Seed = Annotated[int | None, typer.Option(help="Of weights, order and augmentation [0]")]
 Augment = Annotated[
-    bool | None, typer.Option("--spec-augment", help="blank out stretches of the audio")
+    bool | None, typer.Option("--spec-augment", help="Mask stretches of time and frequency")
 ]
 CudaGraphs = Annotated[
     bool | None,
-    typer.Option("--cuda-graphs/--no-cuda-graphs", help="GPU: launch passes whole [yes]"),
+    typer.Option("--cuda-graphs/--no-cuda-graphs", help="Use CUDA graphs on a GPU [yes]"),
 ]
-EvaluateEvery = Annotated[int | None, typer.Option(help="steps [100]")]
-Workers = Annotated[int | None, typer.Option(help="processes that synthesise")]
+EvaluateEvery = Annotated[
+    int | None, typer.Option(help="Steps between evaluations and checkpoints [100]")
+]
+Workers = Annotated[int | None, typer.Option(help="Processes that synthesise [one per core]")]
 Cache = Annotated[
-    Path | None, typer.Option(help="of synthesised speech [~/.cache/maxfactor/speech]")
+    Path | None,
+    typer.Option(help="Folder that caches synthesised speech [~/.cache/maxfactor/speech]"),
 ]
 
 
@@ -94,10 +125,10 @@ def train(
         typer.Option(
             "--optimizer",
             "--recipe",
-            help="speech (default), fam, lean, …, adamw, adafactor, muon, lion",
+            help="quality, fast, lean, published-1.0, …, adamw, adafactor, muon, lion [quality]",
         ),
     ] = None,
-    lr: Rate = None,
+    lr: LearningRate = None,
     weight_decay: Decay = None,
     schedule: Schedule = None,
     warmup: Warmup = None,
@@ -111,17 +142,21 @@ def train(
     spec_augment: Augment = None,
     cuda_graphs: CudaGraphs = None,
     evaluate_every: EvaluateEvery = None,
-    keep: Annotated[int | None, typer.Option(help="checkpoints [2]")] = None,
-    out: Annotated[Path | None, typer.Option(help="folder [runs/TASK-OPTIMIZER]")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with --out")] = False,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write for it")] = False,
+    keep: Annotated[int | None, typer.Option(help="Checkpoints to keep [2]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder [runs/TASK-OPTIMIZER]")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the training in --out")
+    ] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write TensorBoard logs")
+    ] = False,
     shard: Annotated[
-        str | None, typer.Option(help="ddp, fsdp or hsdp: over the processes of torchrun")
+        str | None, typer.Option(help="ddp, fsdp or hsdp, with the processes of torchrun")
     ] = None,
     workers: Workers = None,
     cache: Cache = None,
 ) -> None:
-    """Train a Whisper on synthesised speech, or on your own.
+    """Train a Whisper on synthesised speech, or on your recordings.
 
     Example: maxfactor train --task sentences --model tiny --steps 2000 --dtype bf16
     """
@@ -139,14 +174,17 @@ def train(
 @app.command()
 def compare(
     optimizers: Annotated[
-        str, typer.Option(help="names; with --same-time, the first one's time is what others get")
-    ] = "speech,adamw",
-    seeds: Annotated[int, typer.Option(help="how many for each")] = 1,
-    tune: Annotated[bool, typer.Option("--tune", help="look for each one's best rate")] = False,
-    same_time: Annotated[
-        bool, typer.Option("--same-time", help="also with as much time as the first takes")
+        str, typer.Option(help="Names, separated by commas; see --optimizer of maxfactor train")
+    ] = "quality,adamw",
+    seeds: Annotated[int, typer.Option(help="Number of seeds")] = 1,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Search for the best learning rate of each optimizer")
     ] = False,
-    jobs: Annotated[int, typer.Option(help="trainings at the same time")] = 1,
+    same_time: Annotated[
+        bool,
+        typer.Option("--same-time", help="Also train the others for the time of the first one"),
+    ] = False,
+    jobs: Annotated[int, typer.Option(help="Trainings that run at the same time")] = 1,
     task: Task = None,
     language: Language = None,
     data: Data = None,
@@ -165,14 +203,14 @@ def compare(
     spec_augment: Augment = None,
     cuda_graphs: CudaGraphs = None,
     evaluate_every: EvaluateEvery = None,
-    out: Annotated[Path, typer.Option(help="folder; what is there is not done again")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder; finished trainings in it are reused")] = Path(
         "runs/compare"
     ),
     cache: Cache = None,
 ) -> None:
     """Train several optimizers on the same data, and write a report.
 
-    Example: maxfactor compare --optimizers speech,fam,adamw,muon --seeds 3 --tune
+    Example: maxfactor compare --optimizers quality,fast,adamw,muon --seeds 3 --tune
     """
     given = dict(locals())
     for name in ("optimizers", "seeds", "tune", "same_time", "jobs", "out", "cache"):
@@ -185,16 +223,16 @@ def compare(
 
 @app.command()
 def transcribe(
-    model: Annotated[Path, typer.Argument(help="folder of a training, a checkpoint or a model")],
+    model: Annotated[Path, typer.Argument(help="Folder of a training, a checkpoint or a model")],
     audio: Annotated[list[Path], typer.Argument(help="WAV, FLAC or OGG files")],
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
 ) -> None:
-    """Print what is said in audio files.
+    """Transcribe audio files.
 
-    Example: maxfactor transcribe runs/digits-speech recording.wav
+    Example: maxfactor transcribe runs/digits-quality recording.wav
     """
     with _one_line_errors():
-        from maxfactor_speech.transcription import transcribe_files
+        from maxfactor_speech.training.transcription import transcribe_files
 
         for path, text in transcribe_files(model, audio, device):
             typer.echo(text if len(audio) == 1 else f"{path}\t{text}")
@@ -203,16 +241,16 @@ def transcribe(
 @app.command()
 def bench(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    model: Annotated[str, typer.Option(help="whose shapes")] = "whisper-tiny",
-    dtype: Annotated[list[str] | None, typer.Option(help="[float32]; may be repeated")] = None,
-    optimizers: Annotated[str, typer.Option(help="words from their names")] = "",
-    repeats: Annotated[int, typer.Option(help="timed steps of each")] = 11,
-    out: Annotated[Path | None, typer.Option(help="a JSON file for the results")] = None,
+    model: Annotated[str, typer.Option(help="Model whose shapes are used")] = "whisper-tiny",
+    dtype: Annotated[list[str] | None, typer.Option(help="May be repeated [float32]")] = None,
+    optimizers: Annotated[str, typer.Option(help="Words in their names")] = "",
+    repeats: Annotated[int, typer.Option(help="Timed steps per optimizer")] = 11,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the results")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="a tiny model and three steps, to see whether it works")
+        bool, typer.Option("--quick", help="Use a tiny model and three steps, as a test")
     ] = False,
 ) -> None:
-    """Measure how long a step takes: ours, torch's, and other packages' optimizers.
+    """Measure the step times of MaxFactor and other optimizers.
 
     Example: maxfactor bench --device cuda --model whisper-large-v3 --optimizers fused
     """
@@ -231,12 +269,12 @@ def main() -> None:
 
 
 def _settings(given: dict[str, Any], out: Path | None, resume: bool) -> Settings:
-    """What was given, and where it was not the defaults, or what the training began with."""
-    from maxfactor_speech.audio import InputError
-    from maxfactor_speech.settings import Settings, read_settings
+    """Return the given settings; the others are defaults, or those of the resumed training."""
+    from maxfactor_speech.errors import InputError
+    from maxfactor_speech.training.settings import Settings, read_settings
 
     if resume and out is None:
-        raise InputError("--resume needs --out, the folder of the training to go on with")
+        raise InputError("--resume needs --out, the folder of the training to continue")
     before = read_settings(out) if resume and out is not None else None
     given = {name: value for name, value in given.items() if value is not None}
     try:
@@ -247,8 +285,8 @@ def _settings(given: dict[str, Any], out: Path | None, resume: bool) -> Settings
         if name in given and settings.data is not None:
             option = name.replace("_", "-")
             raise InputError(
-                f"--{option} {given[name]} is for speech that is synthesised; leave it out, or "
-                f"--data {settings.data}"
+                f"--{option} {given[name]} applies only to synthesised speech; leave it out, or "
+                f"leave out --data {settings.data}"
             )
     return settings
 
@@ -269,14 +307,13 @@ def _train(
 ) -> None:
     from rich.console import Console
 
-    from maxfactor_speech import train as training
-    from maxfactor_speech.parallel import is_first
-    from maxfactor_speech.progress import Silent
-    from maxfactor_speech.progress import reporter as make_reporter
+    from maxfactor_speech.training import loop
+    from maxfactor_speech.training.parallel import is_first
+    from maxfactor_speech.training.progress import Reporter, make_reporter
 
-    reporter = make_reporter(Console()) if is_first() else Silent()
+    reporter = make_reporter(Console()) if is_first() else Reporter()
     try:
-        result = training.train(
+        result = loop.train(
             settings,
             out,
             resume,
@@ -290,23 +327,25 @@ def _train(
         reporter.close()
     if result.evaluation is None:
         if is_first():
-            typer.echo(f"stopped and saved at step {result.step}; to go on:")
-            launcher = _launcher(shard, result.trainer.ranks.world)
-            again = shlex.join(_again(out, cache, workers, tensorboard))
-            typer.echo(f"  {launcher} {again}")
+            launcher = _launcher(shard, result.trainer.processes.world)
+            options = shlex.join(_resume_options(out, cache, workers, tensorboard))
+            typer.echo(f"stopped and saved at step {result.step}; to continue:")
+            typer.echo(f"  {launcher} {options}")
         raise typer.Exit(INTERRUPTED)
     if is_first():
-        _summary(settings, out, result, result.evaluation)
+        _print_summary(settings, out, result, result.evaluation)
 
 
 def _launcher(shard: str | None, world: int) -> str:
     if shard is None:
         return f"{_command()} train"
-    return f"torchrun --nproc-per-node {world} -m maxfactor train --shard {shard}"
+    return f"torchrun --nproc-per-node {world} -m maxfactor_speech train --shard {shard}"
 
 
-def _again(out: Path, cache: Path | None, workers: int | None, tensorboard: bool) -> list[str]:
-    """The options that going on needs: those that are not among the settings of a folder."""
+def _resume_options(
+    out: Path, cache: Path | None, workers: int | None, tensorboard: bool
+) -> list[str]:
+    """Return the options to resume with: those that `settings.json` does not contain."""
     options = ["--resume", "--out", str(out)]
     options += ["--cache", str(cache)] if cache is not None else []
     options += ["--workers", str(workers)] if workers is not None else []
@@ -323,61 +362,60 @@ def _compare(
     out: Path,
     cache: Path | None,
 ) -> None:
-    from maxfactor_speech.audio import InputError, write
-    from maxfactor_speech.compare import (
-        RUNS,
-        Plan,
-        best_label,
-        by_quality,
-        compare,
-        described,
-        finished,
-        mean_wer,
-        tried,
-    )
-    from maxfactor_speech.preparation import prepare
-    from maxfactor_speech.report import report
-    from maxfactor_speech.shards import check_writable, write_whole
-    from maxfactor_speech.train import check_beforehand, check_model
+    from maxfactor_speech.atomic import check_writable, write_atomically
+    from maxfactor_speech.compare import comparison as comparing
+    from maxfactor_speech.compare.report import report
+    from maxfactor_speech.compare.runs import Comparison
+    from maxfactor_speech.data.audio import write
+    from maxfactor_speech.errors import InputError
+    from maxfactor_speech.training.loop import check_model, check_requirements
+    from maxfactor_speech.training.preparation import prepare
 
     try:
-        plan = Plan(settings, names, seeds, tune, same_time)
+        comparison = Comparison(settings, names, seeds, tune, same_time)
     except ValueError as error:
         raise InputError(str(error)) from error
     if jobs < 1:
         raise InputError(f"jobs must be at least 1, got {jobs}")
     for name in names:
-        check_beforehand(replace(settings, optimizer=name), cache)
+        check_requirements(replace(settings, optimizer=name), cache)
     check_model(settings)
     check_writable(out, "--out")
-    outcomes = compare(plan, out, jobs, cache, typer.echo)
-    what = settings.task if settings.data is None else settings.data
-    page = out / "report.html"
-    title = f"Optimizers compared: {what}, {settings.model}"
+    results = comparing.compare(comparison, out, jobs, cache, typer.echo)
     prepared = prepare(settings, cache)
-    shown = report(outcomes, title, described(plan, prepared), tried(plan, out))
-    write_whole(page, shown.encode())
-    example = out / "example.wav"
-    write(example, prepared.validation[0].samples)
-    typer.echo(f"report:  {page}")
-    label = best_label(outcomes)
-    group = finished(one for one in outcomes if one.label == label)
+    data = settings.task if settings.data is None else settings.data
+    title = f"Optimizers compared: {data}, {settings.model}"
+    tried = comparing.tuning_results(comparison, out)
+    page = report(results, title, comparing.describe(comparison, prepared), tried)
+    write_atomically(out / "report.html", page.encode())
+    write(out / "example.wav", prepared.validation[0].samples)
+    typer.echo(f"report:  {out / 'report.html'}")
+    _print_best(results, out)
+
+
+def _print_best(results: list[RunResult], out: Path) -> None:
+    """Print the best optimizer, and a command that tries its model."""
+    from maxfactor_speech.compare.runs import RUNS, best_label, by_quality, finished, mean_wer
+    from maxfactor_speech.errors import InputError
+
+    label = best_label(results)
+    group = finished(one for one in results if one.label == label)
     if not group:
-        raise InputError("all trainings diverged; --tune tries lower rates, or raise --warmup")
-    best = min(group, key=by_quality)
-    counted = "" if len(group) == 1 else f" (mean of {len(group)} seeds)"
-    typer.echo(f"best:    {label}, WER {mean_wer(group):.1%}{counted}. Try it:")
-    paths = shlex.join([str(out / RUNS / best.folder), str(example)])
-    typer.echo(f"  {_command()} transcribe {paths}")
+        raise InputError("all trainings diverged; try lower rates with --tune, or raise --warmup")
+    model = out / RUNS / min(group, key=by_quality).folder
+    seeds = "" if len(group) == 1 else f" (mean of {len(group)} seeds)"
+    typer.echo(f"best:    {label}, WER {mean_wer(group):.1%}{seeds}. Try it:")
+    typer.echo(f"  {_transcribe_command(model, out)}")
 
 
-def _summary(settings: Settings, out: Path, result: Result, evaluation: Evaluation) -> None:
-    """The last lines: how good it is, where it is, and how to use it."""
-    from maxfactor_speech.audio import write
-    from maxfactor_speech.metrics import METRICS
+def _print_summary(
+    settings: Settings, out: Path, result: TrainingResult, evaluation: Evaluation
+) -> None:
+    """Print the error rates, the files, and a command that tries the model."""
+    from maxfactor_speech.data.audio import write
+    from maxfactor_speech.training.metrics import METRICS
 
-    example = out / "example.wav"
-    write(example, result.trainer.prepared.validation[0].samples)
+    write(out / "example.wav", result.trainer.prepared.validation[0].samples)
     typer.echo(
         f"{settings.optimizer}: WER {evaluation.wer:.1%}, CER {evaluation.cer:.1%} "
         f"after {result.step} steps, {result.seconds:.0f} s of training"
@@ -385,28 +423,32 @@ def _summary(settings: Settings, out: Path, result: Result, evaluation: Evaluati
     typer.echo(f"model:   {result.checkpoint}")
     typer.echo(f"metrics: {out / METRICS}")
     typer.echo("try it:")
-    typer.echo(f"  {_command()} transcribe {shlex.join([str(out), str(example)])}")
+    typer.echo(f"  {_transcribe_command(out, out)}")
+
+
+def _transcribe_command(model: Path, out: Path) -> str:
+    return f"{_command()} transcribe {shlex.join([str(model), str(out / 'example.wav')])}"
 
 
 def _command() -> str:
-    """How this program is called, for a shell: by a name that is found, else by its path."""
+    """Return how to call this program from a shell: by its name if it is on PATH."""
     called = Path(sys.argv[0])
     if called.stem == "maxfactor":
         return "maxfactor" if which("maxfactor") else shlex.quote(str(called))
     names = [name for name in ("python", "python3") if which(name) == sys.executable]
-    return f"{(names or [shlex.quote(sys.executable)])[0]} -m maxfactor"
+    return f"{(names or [shlex.quote(sys.executable)])[0]} -m maxfactor_speech"
 
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """A wrong input is told in one line, with exit status 2."""
-    from maxfactor_speech.audio import InputError
-    from maxfactor_speech.parallel import is_first
+    """Print an InputError in one line, and exit with status 2."""
+    from maxfactor_speech.errors import InputError
+    from maxfactor_speech.training.parallel import is_first
 
     try:
         yield
     except InputError as error:
-        if is_first():  # all processes of a training fail together, for the same reason
+        if is_first():  # all processes of a training fail with the same error
             typer.echo(f"maxfactor: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(WRONG_INPUT) from error
 

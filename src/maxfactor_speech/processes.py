@@ -1,112 +1,109 @@
-"""Work in processes of its own, which are missed when they are killed and end with their parent."""
+"""Tasks in worker processes: a killed worker is detected, and workers end with their parent."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import threading
 from itertools import islice
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from maxfactor_speech.audio import InputError
+from maxfactor_speech.errors import InputError
+from maxfactor_speech.signals import STOP, ignore_interrupts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
     from multiprocessing.context import SpawnProcess
 
-# Not SIGTERM, which a scheduler sends to all processes: a second one would end a training at once
-# that is about to save for the first.
-STOP: signal.Signals = getattr(signal, "SIGUSR1", signal.SIGTERM)  # Windows has no other
-
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-class _UnderWay(NamedTuple):
+class _Worker(NamedTuple):
     name: str
     process: SpawnProcess
 
 
 def in_processes(work: Callable[[T], R], items: Iterable[T], jobs: int) -> Generator[R, None, None]:
-    """Yield what becomes of items as they end, each in a fresh process, `jobs` at the same time.
+    """Yield the results of `work(item)` as they arrive, each computed in a new process.
 
-    `multiprocessing` has pools for this, but they wait forever for one that the system killed.
-    Whoever stops early sends STOP to those that are under way, and waits for their end.
+    The pools of `multiprocessing` wait forever for a worker that the system has killed; here a
+    killed worker raises InputError. If the generator is closed early, the running workers receive
+    STOP, and it waits until they have ended.
 
     Args:
-        work: What to do with an item, at the top of a module; InputError comes through.
-        items: One for each process; their `str` names them in messages.
-        jobs: Processes at the same time.
+        work: A function at the top level of a module. An InputError that it raises is re-raised.
+        items: One for each process. Messages name a process by `str(item)`.
+        jobs: The number of processes that run at the same time.
     """
     waiting = iter(items)
-    under_way: dict[Connection, _UnderWay] = {}
+    workers: dict[Connection, _Worker] = {}
     try:
-        under_way.update(_started(work, item) for item in islice(waiting, jobs))
-        while under_way:
-            answer = wait(list(under_way))[0]
-            assert isinstance(answer, Connection)
-            result: R = _received(answer, under_way[answer])
-            under_way.pop(answer).process.join()
-            under_way.update(_started(work, item) for item in islice(waiting, 1))
+        workers.update(_start(work, item) for item in islice(waiting, jobs))
+        while workers:
+            ready = wait(list(workers))[0]
+            assert isinstance(ready, Connection)
+            result: R = _receive(ready, workers[ready])
+            workers.pop(ready).process.join()
+            workers.update(_start(work, item) for item in islice(waiting, 1))
             yield result
     finally:
-        for one in under_way.values():
-            _stop(one.process)
-        for one in under_way.values():
-            one.process.join()
+        for worker in workers.values():
+            _stop(worker.process)
+        for worker in workers.values():
+            worker.process.join()
 
 
-def _started(work: Callable[[T], R], item: T) -> tuple[Connection, _UnderWay]:
+def _start(work: Callable[[T], R], item: T) -> tuple[Connection, _Worker]:
     context = multiprocessing.get_context("spawn")
-    answer, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(work, item, theirs), daemon=True)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(work, item, sender), daemon=True)
     process.start()
-    theirs.close()  # the process alone has it, so that with its end the answer ends
-    return answer, _UnderWay(str(item), process)
+    sender.close()  # the worker holds the only copy, so its end closes the pipe
+    return receiver, _Worker(str(item), process)
 
 
 def _stop(process: SpawnProcess) -> None:
-    if process.is_alive():  # else its number may be another's by now
+    if process.is_alive():  # otherwise the system may have given its id to another process
         assert process.pid is not None
         os.kill(process.pid, STOP)
 
 
-def _received(answer: Connection, one: _UnderWay) -> Any:
+def _receive(receiver: Connection, worker: _Worker) -> Any:
     try:
-        result = answer.recv()
+        result = receiver.recv()
     except EOFError as error:
-        one.process.join()
-        raise InputError(f"{one.name}: {_ended(one.process.exitcode)}") from error
+        worker.process.join()
+        raise InputError(f"{worker.name}: {_ending(worker.process.exitcode)}") from error
     if isinstance(result, InputError):
         raise result
     return result
 
 
-def _ended(status: int | None) -> str:
+def _ending(status: int | None) -> str:
     if status is not None and status < 0:
         return (
-            f"its process was killed by signal {-status}, as where memory runs out; the same "
-            "command goes on, and takes less memory with fewer --jobs"
+            f"its process was killed by signal {-status}, perhaps because memory ran out; run the "
+            "same command again to continue, with a smaller --jobs to use less memory"
         )
-    return f"its process ended with status {status}, the reason stands above"
+    return f"its process ended with status {status}; the reason is printed above"
 
 
-def _answer(work: Callable[[T], R], item: T, answer: Connection) -> None:
-    """What a process does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all, the parent passes it on
+def _run(work: Callable[[T], R], item: T, sender: Connection) -> None:
+    """Run in the worker: compute the result and send it."""
+    ignore_interrupts()
     _end_with_parent()
     try:
-        answer.send(work(item))
+        sender.send(work(item))
     except InputError as error:
-        answer.send(error)
+        sender.send(error)
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it has ended, however that was.
+    """End this process as soon as its parent has ended, even if the parent was killed.
 
-    Else a training of a comparison that was killed would go on, beside that of the next one.
+    Otherwise a training would outlive a killed comparison, and run beside those of the next one.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -115,6 +112,6 @@ def _end_with_parent() -> None:
 
     def watch() -> None:
         wait([sentinel])
-        os._exit(1)  # not through the main thread, which may be busy for long
+        os._exit(1)  # immediately: the main thread may be busy for a long time
 
     threading.Thread(target=watch, daemon=True).start()

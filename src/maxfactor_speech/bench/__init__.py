@@ -1,1 +1,1 @@
-"""Step times of optimizers on the shapes of real models: `maxfactor bench`."""
+"""Step times of optimizers on the shapes of Whisper models: `maxfactor bench`."""

@@ -1,6 +1,6 @@
-"""The shapes of Whisper's parameters, from its configuration: nothing is downloaded.
+"""The shapes of Whisper's parameters, from its configuration, without a download.
 
-The lists are those of `transformers.WhisperForConditionalGeneration`: keys have no bias, the
+The shapes are those of `transformers.WhisperForConditionalGeneration`: keys have no bias, the
 output projection is tied to the token embedding, and both position tables count.
 """
 
@@ -16,10 +16,10 @@ FRAMES, TOKENS = 1500, 448  # positions of the encoder and of the decoder
 
 @dataclass(frozen=True)
 class Whisper:
-    """The numbers of a configuration that decide on shapes."""
+    """The numbers of a configuration that determine the shapes."""
 
     width: int
-    layers: int  # of the encoder, and as many of the decoder
+    layers: int  # of the encoder, and of the decoder
     mel_bins: int = 80
     vocabulary: int = 51_865
 
@@ -30,7 +30,7 @@ MODELS = {
     "whisper-small": Whisper(768, 12),
     "whisper-medium": Whisper(1024, 24),
     "whisper-large-v3": Whisper(1280, 32, mel_bins=128, vocabulary=51_866),
-    "quick": Whisper(32, 1, mel_bins=8, vocabulary=200),  # for tests, no published model
+    "quick": Whisper(32, 1, mel_bins=8, vocabulary=200),  # for tests, not a published model
 }
 
 
@@ -55,7 +55,7 @@ def shapes(model: str) -> dict[str, Shape]:
 
 
 def elements(model_shapes: dict[str, Shape]) -> int:
-    """The number of parameters."""
+    """Return the number of parameters."""
     return sum(math.prod(shape) for shape in model_shapes.values())
 
 
@@ -88,7 +88,7 @@ def _decoder(config: Whisper) -> dict[str, Shape]:
 
 
 def _attention(name: str, d: int) -> dict[str, Shape]:
-    """Four projections and the normalization that follows them."""
+    """Return four projections and the layer norm after them."""
     found: dict[str, Shape] = {f"{name}.k_proj.weight": (d, d)}
     for projection in ("v_proj", "q_proj", "out_proj"):
         found |= {f"{name}.{projection}.weight": (d, d), f"{name}.{projection}.bias": (d,)}

@@ -1,21 +1,21 @@
-"""How long a step takes, and how much memory: ours beside torch's optimizers and other packages.
+"""Step times and memory of optimizers: MaxFactor, torch's optimizers, and other packages.
 
     maxfactor bench                                    # Whisper-tiny on the CPU
     maxfactor bench --device cuda --model whisper-large-v3 --dtype float32 --dtype bfloat16
     maxfactor bench --optimizers "MaxFactor AdamW" --out mine.json
 
-Parameters and gradients are random and fixed. On the CPU the contenders take turns, so that a
-busy machine slows all alike; on CUDA each has the memory for itself. Columns:
+Parameters and gradients are random and fixed. On a CPU the optimizers take turns, so that a busy
+machine slows all of them alike; on CUDA, each one has all the memory. Columns:
 
-    gpu ms     a step on the GPU alone: launches queued up beforehand, by CUDA events
-    wall ms    a step by the clock, with a wait for the GPU at its end
-    host ms    until `step` returns, without that wait
-    ratio      gpu ms (CPU: wall ms) over those of torch's fused AdamW with the same dtype
-    state      bytes of optimizer state for each parameter
-    extra      bytes for each parameter at the peak of a step beyond W, G and the state
-    of copy    the bytes that no optimizer can avoid (read G, read W, write W) over the time, as a
-               share of the speed of a plain copy; more than 100 % is possible on a CPU, where
-               a copy first reads what it will overwrite
+    gpu ms     time of a step on the GPU, by CUDA events, with all launches queued in advance
+    wall ms    time of a step by the clock, including a wait for the GPU
+    host ms    time until `step` returns, without that wait
+    ratio      gpu ms (CPU: wall ms) divided by that of torch's fused AdamW with the same dtype
+    state      bytes of optimizer state per parameter
+    extra      peak bytes per parameter during a step, beyond weights, gradients and state
+    of copy    the bytes that no optimizer can avoid (read G, read W, write W) per second, as a
+               percentage of the speed of a plain copy; it can exceed 100 % on a CPU, where a copy
+               first reads the memory that it overwrites
 
 All times are medians.
 """
@@ -23,159 +23,28 @@ All times are medians.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import importlib
-import importlib.metadata
-import json
-import math
-import os
-import platform
-import re
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-import maxfactor
+from maxfactor_speech.bench.contenders import BASELINE, Contender, Steps, chosen
+from maxfactor_speech.bench.results import circumstances, write
 from maxfactor_speech.bench.shapes import MODELS, Shape, elements, shapes
+from maxfactor_speech.state_size import state_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-BASELINE = "torch AdamW fused"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PACKAGES = (
-    "torch",
-    "triton",
-    "numpy",
-    "transformers",
-    "torch-optimi",
-    "bitsandbytes",
-    "torchao",
-    "pytorch-optimizer",
-    "came-pytorch",
-    "lion-pytorch",
-)
-WARM_UP = 3
-RATE = 1e-5  # small: the weights shall look alike from the first step to the last
+WARM_UP = 3  # steps before measuring
 COPY_ELEMENTS = 1 << 26  # of the copy that bandwidth is compared with: larger than any cache
-
-
-# ------------------------------------------------------------------------------- contenders
-
-
-class Steps(Protocol):
-    """What is timed."""
-
-    state: Any
-
-    def step(self) -> Any:
-        """Take one step."""
-
-
-@dataclass(frozen=True)
-class Contender:
-    """An optimizer under the name it has in the table."""
-
-    name: str
-    make: Callable[[list[Parameter]], Steps]
-
-
-class Several:
-    """Optimizers that share a model."""
-
-    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
-        self.optimizers = optimizers
-        self.state = {p: s for optimizer in optimizers for p, s in optimizer.state.items()}
-
-    def step(self) -> None:
-        """Take one step of each."""
-        for optimizer in self.optimizers:
-            optimizer.step()
-        self.state = {p: s for each in self.optimizers for p, s in each.state.items()}
-
-
-def ours(name: str, backend: str, label: str = "", **settings: Any) -> Contender:
-    """One of this package's optimizers in one of its backends."""
-    chosen = {"foreach": backend == "foreach", "fused": backend == "fused", **settings}
-    cls = getattr(maxfactor, name)
-    label = " ".join(filter(None, (name, label, backend)))
-    return Contender(label, lambda params: cls(params, lr=RATE, **chosen))
-
-
-BACKENDS = ("plain", "foreach", "fused")
-FAM = {"momentum": maxfactor.FAM()}
-FACTORED = {**FAM, "direction": "factored"}
-UNCLIPPED = {**FACTORED, "d": math.inf}
-ORTHOGONAL = {"momentum": 0.9, "nesterov": True, "direction": "orthogonal", "scale": "initial"}
-
-
-def named(label: str, module: str, name: str, **settings: Any) -> Contender:
-    """An optimizer of a package that is imported only when its turn comes."""
-
-    def make(params: list[Parameter]) -> Steps:
-        optimizer: Steps = getattr(importlib.import_module(module), name)(
-            params, **{"lr": RATE, **settings}
-        )
-        return optimizer
-
-    return Contender(label, make)
-
-
-def muon(params: list[Parameter]) -> Steps:
-    """Muon for matrices and AdamW for the rest, as its authors advise."""
-    matrices = [param for param in params if param.dim() == 2]
-    others = [param for param in params if param.dim() != 2]
-    cls = getattr(torch.optim, "Muon", None)
-    if cls is None:
-        raise RuntimeError(f"torch {torch.__version__} has no Muon")
-    return Several(cls(matrices, lr=RATE), torch.optim.AdamW(others, lr=RATE))
-
-
-CONTENDERS = (
-    *(ours("MaxFactor", backend) for backend in BACKENDS),
-    *(ours("MaxFactor", backend, "FAM", **FAM) for backend in BACKENDS),
-    *(ours("MaxFactor", backend, "FAM factored", **FACTORED) for backend in BACKENDS),
-    *(ours("MaxFactor", backend, "FAM unclipped", **UNCLIPPED) for backend in BACKENDS),
-    *(ours("MaxFactor", backend, "orthogonal", **ORTHOGONAL) for backend in BACKENDS),
-    *(ours("Adafactor", backend) for backend in BACKENDS),
-    named("torch AdamW", "torch.optim", "AdamW"),
-    named("torch AdamW foreach", "torch.optim", "AdamW", foreach=True),
-    named(BASELINE, "torch.optim", "AdamW", fused=True),
-    named("torch Adafactor", "torch.optim", "Adafactor"),
-    named("torch Adafactor foreach", "torch.optim", "Adafactor", foreach=True),
-    named("torch SGD", "torch.optim", "SGD"),
-    named("torch SGD fused", "torch.optim", "SGD", fused=True),
-    Contender("torch Muon + AdamW", muon),
-    named("optimi AdamW", "optimi", "AdamW"),
-    named("optimi Lion", "optimi", "Lion"),
-    named("bitsandbytes AdamW8bit", "bitsandbytes.optim", "AdamW8bit"),
-    named("bitsandbytes Lion8bit", "bitsandbytes.optim", "Lion8bit"),
-    named("torchao AdamW8bit", "torchao.optim", "AdamW8bit"),
-    named("pytorch_optimizer AdaFactor", "pytorch_optimizer", "AdaFactor"),
-    named("pytorch_optimizer CAME", "pytorch_optimizer", "CAME"),
-    named("came_pytorch CAME", "came_pytorch", "CAME"),
-    named("lion_pytorch Lion", "lion_pytorch", "Lion"),
-)
-
-
-def chosen(filters: Sequence[str]) -> list[Contender]:
-    """The contenders whose name holds one of the words; all of them without any."""
-    found = [
-        contender
-        for contender in CONTENDERS
-        if not filters or any(word.lower() in contender.name.lower() for word in filters)
-    ]
-    if not found:
-        names = ", ".join(repr(contender.name) for contender in CONTENDERS)
-        raise SystemExit(f"no optimizer has one of {filters} in its name; there are {names}")
-    return found
 
 
 # ---------------------------------------------------------------------------------- measuring
@@ -192,7 +61,7 @@ class Times:
 
 @dataclass
 class Row:
-    """One line of the table; None where a number has no meaning."""
+    """A row of the table; None for numbers that do not apply."""
 
     optimizer: str
     dtype: str
@@ -206,12 +75,12 @@ class Row:
 
     @property
     def ms(self) -> float:
-        """The time that counts."""
+        """The time that is compared: on the GPU, or by the clock on a CPU."""
         return self.wall_ms if self.gpu_ms is None else self.gpu_ms
 
 
 def problem(model: dict[str, Shape], dtype: torch.dtype, device: str) -> list[Parameter]:
-    """Random parameters with random gradients."""
+    """Return random parameters with random gradients."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(shape: Shape, scale: float) -> Tensor:
@@ -225,12 +94,12 @@ def problem(model: dict[str, Shape], dtype: torch.dtype, device: str) -> list[Pa
 
 
 def started(contender: Contender, params: list[Parameter]) -> Steps | str:
-    """The optimizer after its first steps, or why it cannot run here."""
+    """Return the optimizer after its first steps, or the reason why it cannot run here."""
     try:
         optimizer = contender.make(params)
         for _ in range(WARM_UP):
             optimizer.step()
-    except Exception as error:  # whatever a package does, the others shall be measured
+    except Exception as error:  # of any kind: the other optimizers are still measured
         text = (str(error).strip() or "no reason given").splitlines()[0]
         return f"{type(error).__name__}: {text}"
     return optimizer
@@ -239,7 +108,7 @@ def started(contender: Contender, params: list[Parameter]) -> Steps | str:
 def cpu_times(
     contenders: Sequence[Contender], params: list[Parameter], repeats: int
 ) -> Iterator[tuple[Contender, Steps | str, Times]]:
-    """Time all of them in turns on the same parameters."""
+    """Time all contenders in turns, on the same parameters."""
     tensors = [x for param in params for x in (param.detach(), gradient(param))]
     originals = [x.clone() for x in tensors]
     optimizers = []
@@ -251,13 +120,13 @@ def cpu_times(
         for optimizer, own in zip(optimizers, times, strict=True):
             if isinstance(optimizer, str):
                 continue
-            torch._foreach_copy_(tensors, originals)  # some optimizers write the gradient
+            torch._foreach_copy_(tensors, originals)  # some optimizers overwrite the gradient
             own.wall.append(seconds(optimizer.step))
     yield from zip(contenders, optimizers, times, strict=True)
 
 
 def cuda_times(optimizer: Steps, repeats: int) -> Times:
-    """Time one optimizer: on the GPU alone, by the clock with a wait, and until it returns."""
+    """Time one optimizer: on the GPU, by the clock, and on the host."""
     times = Times([], [], [])
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -273,14 +142,14 @@ def cuda_times(optimizer: Steps, repeats: int) -> Times:
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """How long a call takes by the clock."""
+    """Return the time of a call by the clock."""
     before = time.perf_counter()
     call()
     return time.perf_counter() - before
 
 
 def gpu_seconds(optimizer: Steps, steps: int, host: float) -> float:
-    """A step's time on the GPU, which is kept busy until the host has launched all steps."""
+    """Return the time of a step on the GPU, which sleeps until the host has launched all steps."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     torch.cuda._sleep(int(2e9 * (2 * steps * host + 0.001)))  # in clock cycles, about 2 GHz
@@ -293,7 +162,7 @@ def gpu_seconds(optimizer: Steps, steps: int, host: float) -> float:
 
 
 def cuda_extra(optimizer: Steps, before: int) -> int:
-    """Bytes at the peak of a step beyond the state and what was there before the optimizer."""
+    """Return the peak bytes of a step, beyond the state and the memory used `before`."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     optimizer.step()
@@ -302,7 +171,7 @@ def cuda_extra(optimizer: Steps, before: int) -> int:
 
 
 def copy_speed(device: str, repeats: int = 7) -> float:
-    """Bytes a second that a copy reads and writes."""
+    """Return the bytes per second that a copy reads and writes."""
     source = torch.ones(COPY_ELEMENTS, device=device)
     target = torch.empty_like(source)
 
@@ -316,36 +185,15 @@ def copy_speed(device: str, repeats: int = 7) -> float:
 
 
 def gradient(param: Parameter) -> Tensor:
-    """A parameter's gradient, which is there."""
+    """Return the gradient of a parameter; assert that it exists."""
     assert param.grad is not None
     return param.grad
-
-
-def state_bytes(optimizer: Steps) -> int:
-    """Bytes of all tensors in the state, each counted once."""
-    storages: dict[int, int] = {}
-
-    def visit(value: object) -> None:
-        if isinstance(value, dict):
-            for inner in value.values():
-                visit(inner)
-        elif isinstance(value, (list, tuple)):
-            for inner in value:
-                visit(inner)
-        elif hasattr(value, "__tensor_flatten__"):  # a quantized tensor holds others
-            for name in value.__tensor_flatten__()[0]:
-                visit(getattr(value, name))
-        elif isinstance(value, Tensor):
-            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-
-    visit(dict(optimizer.state))
-    return sum(storages.values())
 
 
 def row(
     name: str, dtype: str, optimizer: Steps, times: Times, params: list[Parameter], copy: float
 ) -> Row:
-    """Medians of the times, and the memory; what only CUDA can tell stays None elsewhere."""
+    """Return the medians of the times, and the memory; on a CPU, the GPU columns are None."""
     count = sum(param.numel() for param in params)
     moved = sum(gradient(param).nbytes + 2 * param.nbytes for param in params)
     return Row(
@@ -365,14 +213,14 @@ def row(
 
 @dataclass
 class Report:
-    """Rows and what could not run."""
+    """The rows, and the optimizers that could not run."""
 
     copy_speed: float
     rows: list[Row]
     skipped: dict[str, str]
 
     def add(self, name: str, dtype: str, result: Row | str) -> None:
-        """Add a row, or why there is none, and bring the ratios up to date."""
+        """Add a row, or the reason why there is none, and update the ratios."""
         if isinstance(result, str):
             self.skipped[f"{name} ({dtype})"] = result
             return
@@ -385,7 +233,7 @@ class Report:
 def measure(
     contenders: Sequence[Contender], model: dict[str, Shape], dtype: str, device: str, repeats: int
 ) -> Report:
-    """All contenders with one dtype."""
+    """Measure all contenders with one dtype."""
     *_, report = growing(contenders, model, dtype, device, repeats)
     return report
 
@@ -393,7 +241,7 @@ def measure(
 def growing(
     contenders: Sequence[Contender], model: dict[str, Shape], dtype: str, device: str, repeats: int
 ) -> Iterator[Report]:
-    """The report after each contender, so that nothing is lost when there is no time for all."""
+    """Yield the report after each contender, so that results survive an interruption."""
     copy = copy_speed(device)
     on_device = _cuda_rows if device == "cuda" else _cpu_rows
     report = Report(copy, [], {})
@@ -434,7 +282,7 @@ def _cuda_rows(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as text."""
+    """Return the rows as text."""
     head = ["optimizer", "dtype", "gpu ms", "wall ms", "host ms", "ratio", "state", "extra"]
     lines = [[*head, "of copy"], *map(_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -462,38 +310,8 @@ def _cells(each: Row) -> list[str]:
     ]
 
 
-def machine(device: str) -> dict[str, Any]:
-    """What it ran on, without the machine's name."""
-    info = Path("/proc/cpuinfo")
-    models = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
-        "system": platform.system(),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Of Python and of the packages that are installed."""
-    found = {"python": platform.python_version(), "maxfactor": maxfactor.__version__}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def circumstances(device: str) -> dict[str, Any]:
-    """When, where and with what something was measured."""
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return {"date": today, "machine": machine(device), "versions": versions()}
-
-
 def arguments(argv: Sequence[str] | None, prog: str | None = None) -> argparse.Namespace:
-    """The command line, of a command that has its own help where its name is given."""
+    """Parse the command line; `prog` is the name of a command that prints its own help."""
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=None if prog is None else f"{prog} [OPTIONS], see {prog} --help",
@@ -503,10 +321,12 @@ def arguments(argv: Sequence[str] | None, prog: str | None = None) -> argparse.N
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--model", choices=MODELS, default="whisper-tiny")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["float32"])
-    parser.add_argument("--optimizers", nargs="*", default=[], help="words from their names")
-    parser.add_argument("--repeats", type=int, default=11, help="timed steps of each")
-    parser.add_argument("--out", type=Path, help="a JSON file for the results")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and three steps")
+    parser.add_argument("--optimizers", nargs="*", default=[], help="words in their names")
+    parser.add_argument("--repeats", type=int, default=11, help="timed steps per optimizer")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny model and three steps, as a test"
+    )
     args = parser.parse_args(argv)
     if args.repeats < 1:
         parser.error(f"--repeats must be at least 1, got {args.repeats}")
@@ -518,7 +338,7 @@ def arguments(argv: Sequence[str] | None, prog: str | None = None) -> argparse.N
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> dict[str, Any]:
-    """Measure, print, write."""
+    """Measure, print and write."""
     args = arguments(argv, prog)
     model, contenders = shapes(args.model), chosen(args.optimizers)
     print(f"{args.model}: {len(model)} tensors, {elements(model) / 1e6:.1f} M parameters")
@@ -539,7 +359,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> dict[str
 def as_result(
     args: argparse.Namespace, model: dict[str, Shape], reports: Sequence[Report]
 ) -> dict[str, Any]:
-    """What is written: the rows, and what they were measured with."""
+    """Return what is written: the rows, the arguments and the circumstances."""
     return {
         **circumstances(args.device),
         "arguments": {name: value for name, value in vars(args).items() if name != "out"},
@@ -549,12 +369,6 @@ def as_result(
         "rows": [asdict(each) for report in reports for each in report.rows],
         "left_out": {name: why for report in reports for name, why in report.skipped.items()},
     }
-
-
-def write(path: Path, result: dict[str, Any]) -> None:
-    """Write the results as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

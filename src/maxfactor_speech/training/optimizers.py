@@ -1,7 +1,8 @@
-"""Optimizers by name: ours by recipe, and those that people come from."""
+"""Optimizers by name: MaxFactor's recipes, and the optimizers they are compared with."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -9,9 +10,7 @@ import torch
 from torch import nn
 
 import maxfactor
-from maxfactor.backends.dispatch import has_triton
-from maxfactor.recipes import BY_KIND, RECIPES, find_recipe
-from maxfactor_speech.audio import InputError
+from maxfactor_speech.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,41 +18,50 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-# Rates for models of these sizes that start from random weights.
+RECIPES = (
+    "quality", "fast", "lean", "published-0.1", "published-0.2", "published-0.3", "published-1.0",
+)  # fmt: skip
+# Learning rates for models of these sizes with random initial weights.
 PEERS = {"adamw": 1e-3, "adafactor": 2e-2, "muon": 2e-2, "lion": 3e-4}
-REST_OF_MUON = 0.1  # AdamW's rate for what Muon leaves out, as a share of Muon's
-# Torch's Adafactor refuses or mistakes shards, its Muon orthogonalises each shard by itself.
-WHOLE_ONLY = ("adafactor", "muon")
-CLIP = 1.0  # the norm that peers' gradients are clipped to; ours bound the step themselves
+ADAMW_SHARE = 0.1  # AdamW's rate for parameters that Muon leaves out, as a fraction of Muon's
+# torch's Adafactor rejects shards or is wrong on them; its Muon orthogonalises each shard alone.
+UNSHARDED_ONLY = ("adafactor", "muon")
+CLIP = 1.0  # gradient norm for the peers; MaxFactor bounds its step itself
 
 
 def names() -> list[str]:
-    """Every name that `make_optimizer` takes."""
-    return [*BY_KIND, *RECIPES, *PEERS]
+    """Return all names that `make_optimizer` takes."""
+    return [*RECIPES, *PEERS]
 
 
 def default_lr(name: str) -> float:
-    """A rate to begin with."""
+    """Return the learning rate that an optimizer has by default."""
     _check(name)
-    return PEERS[name] if name in PEERS else float(find_recipe(name).common["lr"])
+    return PEERS[name] if name in PEERS else _recipe_lr(name)
+
+
+@lru_cache
+def _recipe_lr(name: str) -> float:
+    layer = nn.Linear(1, 1, device="meta")  # on "meta", so that no random numbers are drawn
+    return float(maxfactor.for_model(layer, name).defaults["lr"])
 
 
 def default_clip(name: str) -> float | None:
-    """The norm that gradients are clipped to, None for not at all."""
+    """Return the norm that gradients are clipped to by default; None is no clipping."""
     return CLIP if name in PEERS else None
 
 
-def check_cut(name: str, cuts: bool) -> None:
-    """Refuse an optimizer that would be wrong on parts of parameters."""
-    if cuts and name in WHOLE_ONLY:
+def check_shardable(name: str, is_sharded: bool) -> None:
+    """Raise InputError for sharded parameters with an optimizer that cannot update them."""
+    if is_sharded and name in UNSHARDED_ONLY:
         raise InputError(
-            f"optimizer {name} cannot step parts of parameters; take --shard ddp, or a recipe of "
-            f"ours or adamw"
+            f"optimizer {name} cannot update sharded parameters; use --shard ddp, or the "
+            f"optimizer adamw or one of {', '.join(RECIPES[:3])}"
         )
 
 
 def check_installed(name: str) -> None:
-    """Refuse an optimizer whose package is not there, or not new enough."""
+    """Raise InputError if an optimizer's package is missing or too old."""
     if name == "lion" and find_spec("lion_pytorch") is None:
         raise InputError("optimizer lion needs `pip install lion-pytorch`")
     if name == "muon" and not hasattr(torch.optim, "Muon"):
@@ -67,16 +75,15 @@ def make_optimizer(
     weight_decay: float | None = None,
     capturable: bool = False,
 ) -> list[Optimizer]:
-    """Make the optimizer of a name, which are two where one leaves parameters to another.
+    """Return the optimizer of a name; "muon" is two optimizers, Muon and AdamW.
 
     Args:
-        model: Whose parameters are trained, those that want a gradient.
+        model: The model; parameters that require a gradient are trained.
         name: One of `names()`.
-        lr: The highest rate; None takes `default_lr`.
-        weight_decay: Of matrices; None takes the recipe's, 0.01 for peers, 0.1 for what Muon
-            itself handles.
-        capturable: Whether CUDA graphs of steps are wanted, from those that can: ours with Triton,
-            and AdamW.
+        lr: The peak learning rate; None is `default_lr`.
+        weight_decay: For matrices; None is the recipe's, 0.1 for Muon, 0.01 for the other peers.
+        capturable: Whether steps should be capturable in CUDA graphs, if the optimizer can:
+            MaxFactor with Triton, and AdamW.
 
     Example:
         >>> [optimizer] = make_optimizer(nn.Linear(3, 2), "adamw")
@@ -89,7 +96,7 @@ def make_optimizer(
     params = [param for param in model.parameters() if param.requires_grad]
     decay = 0.01 if weight_decay is None else weight_decay
     if name not in PEERS:
-        changes: dict[str, object] = {"capturable": capturable and has_triton()}
+        changes: dict[str, object] = {"capturable": capturable and find_spec("triton") is not None}
         if weight_decay is not None:
             changes["weight_decay"] = weight_decay
         return [maxfactor.for_model(model, name, lr, **changes)]
@@ -102,8 +109,8 @@ def make_optimizer(
     return _muon(model, lr, 0.1 if weight_decay is None else weight_decay, decay)
 
 
-def _muon(model: nn.Module, lr: float, decay: float, rest_decay: float) -> list[Optimizer]:
-    """Muon for the weights of hidden linear layers, AdamW for the rest."""
+def _muon(model: nn.Module, lr: float, decay: float, adamw_decay: float) -> list[Optimizer]:
+    """Return Muon for the weights of hidden linear layers, and AdamW for the rest."""
     embedded = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
     hidden = {
         id(one.weight): one.weight
@@ -115,7 +122,7 @@ def _muon(model: nn.Module, lr: float, decay: float, rest_decay: float) -> list[
     rest = [one for one in model.parameters() if one.requires_grad and id(one) not in hidden]
     return [
         torch.optim.Muon(hidden.values(), lr, weight_decay=decay),
-        _adamw(rest, lr * REST_OF_MUON, rest_decay),
+        _adamw(rest, lr * ADAMW_SHARE, adamw_decay),
     ]
 
 
@@ -123,7 +130,7 @@ def _adamw(
     params: list[nn.Parameter], lr: float, decay: float, capturable: bool = False
 ) -> Optimizer:
     on_gpu = all(param.is_cuda for param in params)
-    fused = on_gpu or None  # few launches; None leaves the choice to torch
+    fused = on_gpu or None  # None is torch's own choice
     groups = _by_decay(params, decay)
     return torch.optim.AdamW(groups, lr, betas=(0.9, 0.98), fused=fused, capturable=capturable)
 
@@ -136,7 +143,7 @@ def _lion(params: list[nn.Parameter], lr: float, decay: float) -> Optimizer:
 
 
 def _by_decay(params: Iterable[Tensor], decay: float) -> list[dict[str, object]]:
-    """Two groups: matrices with decay, norms and biases without."""
+    """Return two groups: matrices with weight decay, norms and biases without."""
     params = list(params)
     groups = [
         {"params": [one for one in params if one.ndim >= 2], "weight_decay": decay},

@@ -1,4 +1,4 @@
-"""One page of HTML about a comparison: curves, a table, examples. It needs no network."""
+"""The report of a comparison: an HTML page with curves, tables and examples, for offline use."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
-from maxfactor_speech.compare import best_label, by_label, finished, mean_wer
+from maxfactor_speech.compare.runs import best_label, by_label, finished, mean_wer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from maxfactor_speech.compare import Outcome
+    from maxfactor_speech.compare.runs import RunResult
 
 COLORS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c564b",
     "#bcbd22", "#17becf", "#332288", "#882255",
 )  # fmt: skip
-TARGET = 0.1  # the word error rate that steps are counted to
+TARGET = 0.1  # the word error rate of the column "Steps to 10% WER"
 EXAMPLES = 5
 
 STYLE = """
@@ -33,7 +33,7 @@ th { text-align: right; font-weight: 600; border-bottom: 2px solid #222; padding
 td { text-align: right; white-space: nowrap; border-bottom: 1px solid #ddd; padding: .3em .6em; }
 th:first-child, td:first-child, table.examples th, table.examples td { text-align: left; }
 table.examples td { white-space: normal; }
-tr.best td, td.taken { background: #eef6ff; font-weight: 600; }
+tr.best td, td.chosen { background: #eef6ff; font-weight: 600; }
 .swatch { display: inline-block; width: .8em; height: .8em; border-radius: 2px;
           margin-right: .5em; }
 .charts { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 1em; }
@@ -43,20 +43,20 @@ del { color: #b00020; text-decoration: none; }
 
 
 def report(
-    outcomes: Sequence[Outcome],
+    results: Sequence[RunResult],
     title: str,
     settings: str = "",
-    tried: Sequence[Outcome] = (),
+    tried: Sequence[RunResult] = (),
 ) -> str:
-    """Return the page.
+    """Return the page as HTML.
 
     Args:
-        outcomes: Of all trainings that are compared.
-        title: What was compared on what.
-        settings: What all trainings had in common, in one line.
-        tried: Of the trainings that looked for the best rates.
+        results: The results of all trainings that are compared.
+        title: The title of the page.
+        settings: A line about what all trainings have in common.
+        tried: The results of the search for the best learning rates.
     """
-    groups = by_label(outcomes)
+    groups = by_label(results)
     colors = {label: COLORS[index % len(COLORS)] for index, label in enumerate(groups)}
     charts = [
         _curves(groups, colors, "wer", "step", "Word error rate", "steps"),
@@ -65,20 +65,20 @@ def report(
         _curves(groups, colors, "loss", "seconds", "Training loss", "seconds of training"),
     ]
     heat_maps = [
-        _heat_map(label, group[0]) for label, group in groups.items() if _memories(group[0])
+        _heat_map(label, group[0]) for label, group in groups.items() if _lines_with_beta(group[0])
     ]
-    about = [_headline(groups), *filter(None, (_sentence(settings), _side_by_side(outcomes)))]
+    about = [_headline(groups), *filter(None, (_sentence(settings), _note_on_jobs(results)))]
     return _page(title, about, groups, colors, charts, heat_maps, by_label(tried))
 
 
 def _page(
     title: str,
     about: Sequence[str],
-    groups: dict[str, list[Outcome]],
+    groups: dict[str, list[RunResult]],
     colors: dict[str, str],
     charts: Sequence[go.Figure],
     heat_maps: Sequence[go.Figure],
-    tried: dict[str, list[Outcome]],
+    tried: dict[str, list[RunResult]],
 ) -> str:
     first, *others = [_embedded(chart, index == 0) for index, chart in enumerate(charts)]
     parts = [
@@ -88,9 +88,9 @@ def _page(
         f"<h2>Results</h2>{_table(groups, colors)}",
     ]
     if tried:
-        parts.append(f"<h2>Rates tried</h2>{_rates(tried, groups)}")
+        parts.append(f"<h2>Learning rates tried</h2>{_tried_table(tried, groups)}")
     if heat_maps:
-        parts.append("<h2>How long the frequency-adaptive momentum remembers</h2>")
+        parts.append("<h2>Momentum coefficient β of FAM</h2>")
         parts += [_embedded(heat_map) for heat_map in heat_maps]
     if any(finished(group) for group in groups.values()):
         parts.append(f"<h2>Examples</h2>{_examples(groups)}")
@@ -106,14 +106,14 @@ def _page(
 
 
 def _curves(
-    groups: dict[str, list[Outcome]],
+    groups: dict[str, list[RunResult]],
     colors: dict[str, str],
     what: str,
     against: str,
     title: str,
     axis: str,
 ) -> go.Figure:
-    """Means over the seeds, with the range from the best to the worst seed behind them."""
+    """Plot the mean over seeds, and the range of the seeds as a band behind it."""
     figure = go.Figure()
     for label, group in groups.items():
         x, low, middle, high = _averaged(group, what, against)
@@ -136,26 +136,26 @@ def _curves(
         figure.add_scatter(x=x, y=middle, name=label, line=line, mode=mode, legendgroup=label)
     figure.update_layout(**_layout(title, axis))
     if what == "wer":
-        # What is beyond says nothing, unless there is nothing else.
-        top = 1.05 * max(1.0, min(_rates_of(groups), default=1.0))
+        # Error rates above 100 % are cut off, unless all are.
+        top = 1.05 * max(1.0, min(_all_wers(groups), default=1.0))
         figure.update_yaxes(tickformat=".0%", range=[0.0, top])
         figure.update_traces(hovertemplate="%{y:.1%} at %{x}")
     return figure
 
 
-def _rates_of(groups: dict[str, list[Outcome]]) -> list[float]:
-    """All word error rates that were measured, at the ends and on the way."""
+def _all_wers(groups: dict[str, list[RunResult]]) -> list[float]:
+    """Return the word error rates of all evaluations."""
     lines = [line for group in groups.values() for one in group for line in one.metrics]
     return [line["wer"] for line in lines if line.get("wer") is not None]
 
 
 def _averaged(
-    group: Sequence[Outcome], what: str, against: str
+    group: Sequence[RunResult], what: str, against: str
 ) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Places on the axis, and the lowest, mean and highest value there."""
+    """Return points on the axis, and the lowest, mean and highest value at each."""
     places: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for outcome in group:
-        for line in outcome.metrics:
+    for result in group:
+        for line in result.metrics:
             if line.get(what) is not None:
                 places[line["step"]].append((line[against], line[what]))
     points = [places[step] for step in sorted(places)]
@@ -167,9 +167,9 @@ def _averaged(
     )
 
 
-def _heat_map(label: str, outcome: Outcome) -> go.Figure:
-    """The memory beta of every matrix, from step to step."""
-    lines = _memories(outcome)
+def _heat_map(label: str, result: RunResult) -> go.Figure:
+    """Plot the beta of each matrix over the steps."""
+    lines = _lines_with_beta(result)
     names = list(lines[-1]["beta"])
     values = [[mean(line["beta"][name]) for line in lines] for name in names]
     figure = go.Figure(
@@ -190,8 +190,8 @@ def _heat_map(label: str, outcome: Outcome) -> go.Figure:
     return figure
 
 
-def _memories(outcome: Outcome) -> list[dict[str, Any]]:
-    return [line for line in outcome.metrics if line.get("beta")]
+def _lines_with_beta(result: RunResult) -> list[dict[str, Any]]:
+    return [line for line in result.metrics if line.get("beta")]
 
 
 def _layout(title: str, axis: str) -> dict[str, Any]:
@@ -216,11 +216,11 @@ def _embedded(figure: go.Figure, with_library: bool = False) -> str:
     return f"<div>{html}</div>"
 
 
-# --------------------------------------------------------------------------------- words
+# ------------------------------------------------------------------------ text and tables
 
 
-def _headline(groups: dict[str, list[Outcome]]) -> str:
-    """The result in one sentence."""
+def _headline(groups: dict[str, list[RunResult]]) -> str:
+    """Return the results in one sentence."""
     parts = [
         f"{label} {_wer(group)} in {mean(one.seconds for one in finished(group)):.0f} s"
         if finished(group)
@@ -236,34 +236,31 @@ def _sentence(settings: str) -> str:
     return settings and f"{settings[0].upper()}{settings[1:]}."
 
 
-def _side_by_side(outcomes: Sequence[Outcome]) -> str:
-    """A warning that times are not those of a training alone."""
-    most = max(one.jobs for one in outcomes)
+def _note_on_jobs(results: Sequence[RunResult]) -> str:
+    """Return a warning about the times if trainings ran at the same time."""
+    most = max(one.jobs for one in results)
     if most == 1:
         return ""
-    return f"Up to {most} trainings ran side by side: each took longer than it would have alone."
+    return f"Up to {most} trainings ran at the same time, so each took longer than it would alone."
 
 
-def _rates(tried: dict[str, list[Outcome]], groups: dict[str, list[Outcome]]) -> str:
-    """The error rate at each rate that was tried, with one seed; the one that was taken is bold."""
+def _tried_table(tried: dict[str, list[RunResult]], groups: dict[str, list[RunResult]]) -> str:
+    """Return a table of the learning rates tried; the chosen one is bold."""
     rows = []
     for label, group in tried.items():
-        taken = groups[label][0].lr if label in groups else None
+        chosen = groups[label][0].lr if label in groups else None
         cells = []
         for one in group:
-            kind = ' class="taken"' if one.lr == taken else ""
-            cells.append(f"<td{kind}>{one.lr:g}: {_rate_wer(one)}</td>")
+            kind = ' class="chosen"' if one.lr == chosen else ""
+            wer = "diverged" if one.wer is None else f"{one.wer:.1%}"
+            cells.append(f"<td{kind}>{one.lr:g}: {wer}</td>")
         rows.append(f"<tr><td>{escape(label)}</td>{''.join(cells)}</tr>")
     most = max(len(group) for group in tried.values())
     head = f'<tr><th>Optimizer</th><th colspan="{most}">lr: WER with one seed</th></tr>'
-    return f'<table class="rates">{head}{"".join(rows)}</table>'
+    return f'<table class="tried">{head}{"".join(rows)}</table>'
 
 
-def _rate_wer(outcome: Outcome) -> str:
-    return "diverged" if outcome.wer is None else f"{outcome.wer:.1%}"
-
-
-def _table(groups: dict[str, list[Outcome]], colors: dict[str, str]) -> str:
+def _table(groups: dict[str, list[RunResult]], colors: dict[str, str]) -> str:
     head = (
         "Optimizer", "lr", "Steps", "WER", "CER", f"Steps to {TARGET:.0%} WER", "Step, ms",
         "Training, s", "State, B/param", "Peak memory, MB",
@@ -279,17 +276,19 @@ def _table(groups: dict[str, list[Outcome]], colors: dict[str, str]) -> str:
     return f"<table><tr>{titles}</tr>{''.join(rows)}</table>"
 
 
-def _cells(group: Sequence[Outcome]) -> list[str]:
+def _cells(group: Sequence[RunResult]) -> list[str]:
     first = group[0]
     known = [f"{first.lr:g}", f"{first.steps}"]
     ended = finished(group)
     if not ended:
         return [*known, "diverged", *["—"] * 6]
-    lost = len(group) - len(ended)
+    diverged = len(group) - len(ended)
     reached = _steps_to_target(ended)
     return [
         *known,
-        _wer(ended) + _spread(ended) + (f", {lost} of {len(group)} diverged" if lost else ""),
+        _wer(ended)
+        + _spread(ended)
+        + (f", {diverged} of {len(group)} diverged" if diverged else ""),
         f"{mean(one.cer for one in ended if one.cer is not None):.1%}",
         "not reached" if reached is None else str(reached),
         f"{mean(one.step_ms for one in ended):.0f}",
@@ -299,27 +298,23 @@ def _cells(group: Sequence[Outcome]) -> list[str]:
     ]
 
 
-def _wer(group: Sequence[Outcome]) -> str:
+def _wer(group: Sequence[RunResult]) -> str:
     return f"{mean_wer(group):.1%}"
 
 
-def _spread(group: Sequence[Outcome]) -> str:
+def _spread(group: Sequence[RunResult]) -> str:
     rates = [one.wer for one in group if one.wer is not None]
     return f" ± {stdev(rates):.1%}" if len(rates) > 1 else ""
 
 
-def _steps_to_target(group: Sequence[Outcome]) -> int | None:
-    """The first evaluation at which the mean over the seeds is good enough."""
-    places: dict[int, list[float]] = defaultdict(list)
-    for outcome in group:
-        for line in outcome.metrics:
-            if line.get("wer") is not None:
-                places[line["step"]].append(line["wer"])
-    return next((step for step in sorted(places) if mean(places[step]) <= TARGET), None)
+def _steps_to_target(group: Sequence[RunResult]) -> int | None:
+    """Return the first step at which the mean over seeds is at most TARGET."""
+    steps, _, wers, _ = _averaged(group, "wer", "step")
+    return next((int(step) for step, wer in zip(steps, wers, strict=True) if wer <= TARGET), None)
 
 
-def _examples(groups: dict[str, list[Outcome]]) -> str:
-    """What was said, and what each wrote; words that were not said stand out."""
+def _examples(groups: dict[str, list[RunResult]]) -> str:
+    """Return a table of texts and transcripts; wrong words are marked."""
     firsts = {
         label: finished(group)[0].examples[:EXAMPLES]
         for label, group in groups.items()

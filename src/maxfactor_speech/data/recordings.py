@@ -1,11 +1,10 @@
-"""A user's own recordings: a folder in LibriSpeech's layout, or a list of files and texts.
+"""The user's own recordings: a folder in LibriSpeech's layout, or a list of files and texts.
 
-Everything that can be seen without decoding the audio is checked before a training starts.
+Everything that can be checked without decoding the audio is checked before a training starts.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import unicodedata
 from dataclasses import dataclass
@@ -14,32 +13,33 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from maxfactor_speech.audio import SAMPLE_RATE, InputError, read, samples_in, to_samples
-from maxfactor_speech.corpus import VALIDATION_SHARE
-from maxfactor_speech.shards import Spoken
+from maxfactor_speech.data.audio import SAMPLE_RATE, read, samples_in, to_samples
+from maxfactor_speech.data.corpus import split_of
+from maxfactor_speech.data.shards import Utterance
+from maxfactor_speech.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from maxfactor_speech.model import Codec
+    from maxfactor_speech.data.tokens import Codec
 
 AUDIO_SUFFIXES = (".flac", ".wav", ".ogg")
-LONGEST = 30  # seconds, the most that Whisper listens to at once
+LONGEST = 30  # seconds, the longest audio that Whisper takes
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A file and what is said in it."""
+    """An audio file and its transcript."""
 
     path: Path
     text: str
 
 
-class Files:
-    """Utterances in audio files, by number; headers are read now, the audio when asked for.
+class RecordedUtterances:
+    """Utterances in audio files. Headers are read at once, the audio when it is needed.
 
     Args:
-        recordings: Files and texts.
+        recordings: Files and transcripts.
     """
 
     def __init__(self, recordings: Sequence[Recording]) -> None:
@@ -49,12 +49,12 @@ class Files:
     def __len__(self) -> int:
         return len(self.recordings)
 
-    def __getitem__(self, number: int) -> Spoken:
+    def __getitem__(self, number: int) -> Utterance:
         recording = self.recordings[number]
-        return Spoken(to_samples(read(recording.path)), recording.text)
+        return Utterance(to_samples(read(recording.path)), recording.text)
 
     def text(self, number: int) -> str:
-        """What is said, without reading the audio."""
+        """Return the transcript without reading the audio."""
         return self.recordings[number].text
 
 
@@ -64,8 +64,8 @@ def find_recordings(path: Path) -> list[Recording]:
         recordings = list(_librispeech(path))
         if not recordings:
             raise InputError(
-                f"{path}: no *.trans.txt below this folder, which is how LibriSpeech names its "
-                "texts; give a TSV or JSONL file of path and text instead"
+                f"{path}: this folder has no *.trans.txt, where LibriSpeech keeps transcripts; "
+                "give a TSV or JSONL file of path and text instead"
             )
     elif not path.exists():
         raise InputError(f"{path}: no such file or folder")
@@ -80,47 +80,46 @@ def find_recordings(path: Path) -> list[Recording]:
     return recordings
 
 
-def held_out(recordings: Iterable[Recording]) -> tuple[list[Recording], list[Recording]]:
-    """Split into training and validation, one in twenty, by the text: it never is in both."""
+def split_recordings(recordings: Iterable[Recording]) -> tuple[list[Recording], list[Recording]]:
+    """Split into training and validation, about one in twenty, with no transcript in both."""
     train: list[Recording] = []
     validation: list[Recording] = []
     for recording in recordings:
-        digest = hashlib.blake2b(recording.text.encode(), digest_size=8).digest()
-        kept_back = int.from_bytes(digest, "big") < VALIDATION_SHARE * 2**64
-        (validation if kept_back else train).append(recording)
+        (train if split_of(recording.text) == "train" else validation).append(recording)
     if not (train and validation):
         texts = len({recording.text for recording in train + validation})
         raise InputError(
-            f"only {len(train) + len(validation)} recordings of {texts} texts, too few to keep "
-            "texts back for validation; name others with --validation"
+            f"only {len(train) + len(validation)} recordings of {texts} texts, too few to split "
+            "off a validation set; give one with --validation"
         )
     return train, validation
 
 
 def check_texts(recordings: Iterable[Recording], codec: Codec, max_tokens: int) -> None:
-    """Refuse a text that the model's tokens cannot spell, or that is longer than it can write."""
+    """Raise InputError for a transcript that the tokens cannot spell, or that is too long."""
     for recording in recordings:
         missing = codec.missing(recording.text)
         if missing:
             raise InputError(
-                f"{recording.path}: its text has {', '.join(map(repr, missing[:5]))}, "
-                "which the model has no token for"
+                f"{recording.path}: the model has no token for "
+                f"{', '.join(map(repr, missing[:5]))} in its transcript"
             )
         tokens = len(codec.encode(recording.text))
         if tokens > max_tokens:
             raise InputError(
-                f"{recording.path}: its text has {tokens} tokens, the model takes {max_tokens}"
+                f"{recording.path}: its transcript has {tokens} tokens, but the model takes at "
+                f"most {max_tokens}"
             )
 
 
 def _librispeech(folder: Path) -> Iterator[Recording]:
-    """`1089-134686.trans.txt` holds lines of name and text; the audio lies beside it."""
+    """Read files like `1089-134686.trans.txt`, with lines of name and text, beside the audio."""
     for transcript in sorted(folder.rglob("*.trans.txt")):
         for number, line in _lines(transcript):
             name, _, text = line.partition(" ")
             candidates = [transcript.parent / f"{name}{suffix}" for suffix in AUDIO_SUFFIXES]
             path = next((path for path in candidates if path.exists()), candidates[0])
-            # Capitals throughout tell nothing, and a model would have to learn both.
+            # LibriSpeech is all upper case, which carries no information.
             yield _recording(path, text.lower(), f"{transcript}:{number}")
 
 
@@ -134,37 +133,37 @@ def _jsonl(path: Path) -> Iterator[Recording]:
                 raise TypeError(line)
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(f'{where}: must be {{"path": …, "text": …}}, got {line!r}') from error
-        yield _recording(_beside(path, audio), text, where)
+        yield _recording(_resolve(path, audio), text, where)
 
 
 def _tsv(path: Path) -> Iterator[Recording]:
     for number, line in _lines(path):
-        where, row = f"{path}:{number}", line.split("\t")  # quotation marks are text
+        where, row = f"{path}:{number}", line.split("\t")  # no csv: quotation marks are text
         if number == 1 and row[:2] == ["path", "text"]:
             continue
         if len(row) < 2:
             raise InputError(f"{where}: must be a path, a tab and a text, got {row!r}")
-        yield _recording(_beside(path, row[0]), row[1], where)
+        yield _recording(_resolve(path, row[0]), row[1], where)
 
 
 def _recording(path: Path, text: str, where: str) -> Recording:
     if not text.split():
         raise InputError(f"{where}: the transcript of {path} is empty")
-    if not path.exists():  # or something that is no path, as in a heading
+    if not path.exists():  # or the line is a heading
         raise InputError(f"{where}: {path}: no such file")
-    # A letter with an accent is one letter, however it is written, as for the tokenizer.
+    # NFC, as in the tokenizer: a letter with an accent is one character.
     return Recording(path, unicodedata.normalize("NFC", " ".join(text.split())))
 
 
-def _beside(listing: Path, audio: str) -> Path:
-    """Paths in a list are relative to it."""
+def _resolve(listing: Path, audio: str) -> Path:
+    """Resolve a path relative to the list that contains it."""
     return listing.parent / Path(audio).expanduser()
 
 
 def _lines(path: Path) -> list[tuple[int, str]]:
-    """Lines with something in them, and their numbers; what ends them is a newline alone."""
+    """Return the lines that are not blank, with their numbers; only newlines end a line."""
     try:
-        text = path.read_text(encoding="utf-8-sig")  # with or without the mark of some editors
+        text = path.read_text(encoding="utf-8-sig")  # some editors write a byte-order mark
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as text, {error}") from error
     lines = enumerate(text.split("\n"), 1)
@@ -174,9 +173,10 @@ def _lines(path: Path) -> list[tuple[int, str]]:
 def _checked_length(recording: Recording) -> int:
     samples = samples_in(recording.path)
     if samples == 0:
-        raise InputError(f"{recording.path}: holds no audio")
+        raise InputError(f"{recording.path}: contains no audio")
     if samples > LONGEST * SAMPLE_RATE:
+        seconds = samples / SAMPLE_RATE
         raise InputError(
-            f"{recording.path}: {samples / SAMPLE_RATE:.1f} s long, Whisper takes {LONGEST} at most"
+            f"{recording.path}: {seconds:.1f} s long, but Whisper takes at most {LONGEST} s"
         )
     return samples

@@ -1,8 +1,8 @@
-"""What is said: connected digits, and sentences by a grammar of our own, in three languages.
+"""The texts to be spoken: connected digits, and sentences from a grammar, in three languages.
 
-A text is a function of the task, the language, the split, the seed and its number alone, so a
-corpus of any size needs no list. Which split a text belongs to is decided by the text itself:
-whatever the seeds, no sentence of a validation set is ever trained on.
+A text depends only on the task, language, split, seed and its index, so a corpus of any size needs
+no stored list. The text itself decides its split: for any seeds, no text of a validation set is in
+a training set.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ DIGITS = {
 
 @dataclass(frozen=True)
 class Grammar:
-    """Sentences by filling the slots of a template with words."""
+    """Sentences made by filling the slots of a template with words."""
 
     templates: Sequence[str]
     words: Mapping[str, Sequence[str]]
 
     def draw(self, random: Random) -> str:
-        """Make up one sentence; the generator alone decides which."""
+        """Return a random sentence, which depends only on the generator."""
         template = random.choice(self.templates)
-        # Slot by slot and not by `format`, so that a noun may come twice and differ.
+        # Slot by slot instead of `str.format`: a slot may appear twice with different words.
         return "".join(
             literal + (random.choice(self.words[slot]) if slot else "")
             for literal, slot, _, _ in Formatter().parse(template)
@@ -53,11 +53,11 @@ def draw(
     """Return text `number` of a corpus.
 
     Args:
-        task: "digits", three to seven of them, or "sentences", three to eight words.
-        number: Counts from 0, without an end.
+        task: "digits" (three to seven digits) or "sentences" (three to eight words).
+        number: The index of the text, from 0, without an upper limit.
         language: "en", "de" or "es".
         split: "train" or "validation", which have no text in common.
-        seed: Another seed, another corpus.
+        seed: Each seed gives another corpus.
 
     Example:
         >>> draw("digits", 0)
@@ -79,7 +79,7 @@ def texts(
 
 
 def alphabet(task: str, language: str = "en") -> list[str]:
-    """Every text unit that the task may need: digit words, or characters."""
+    """Return all units that texts of the task consist of: digit words, or characters."""
     check(task, language)
     if task == "digits":
         return DIGITS[language].split()
@@ -90,13 +90,13 @@ def alphabet(task: str, language: str = "en") -> list[str]:
 
 
 def split_of(text: str) -> Split:
-    """The split that a text belongs to, whoever asks."""
+    """Return the split that a text belongs to."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return "validation" if int.from_bytes(digest, "big") < VALIDATION_SHARE * 2**64 else "train"
 
 
 def check(task: str, language: str) -> None:
-    """Refuse a task or a language that there is not."""
+    """Raise ValueError for an unknown task or language."""
     if task not in TASKS:
         raise ValueError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
     if language not in DIGITS:

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: how a training went, a line at a time, and the same for TensorBoard."""
+"""`metrics.jsonl`: the course of a training, one line per event; also for TensorBoard."""
 
 from __future__ import annotations
 
@@ -6,73 +6,73 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from maxfactor_speech.audio import InputError
-from maxfactor_speech.shards import write_whole
+from maxfactor_speech.atomic import write_atomically
+from maxfactor_speech.errors import InputError, failure_reason
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from maxfactor_speech.evaluate import Evaluation
-    from maxfactor_speech.progress import Pace
+    from maxfactor_speech.training.evaluation import Evaluation
+    from maxfactor_speech.training.progress import Pace
 
 METRICS = "metrics.jsonl"
 
 
 class NoMetrics:
-    """Writes nothing: the first process does."""
+    """Writes nothing, for all processes but the first."""
 
-    def pace(self, pace: Pace, memory: dict[str, list[float]]) -> None:
-        """Ignore it."""
+    def pace(self, pace: Pace, betas: dict[str, list[float]]) -> None:
+        """Write nothing."""
 
     def evaluated(self, pace: Pace, evaluation: Evaluation) -> None:
-        """Ignore it."""
+        """Write nothing."""
 
 
 class Metrics(NoMetrics):
-    """Writes `metrics.jsonl`, a line at a time, and for TensorBoard on request.
+    """Writes `metrics.jsonl`, and TensorBoard logs on request.
 
     Args:
-        out: Folder.
-        step: The step that is gone on from; lines of later ones are taken out.
-        tensorboard: Whether to write for TensorBoard.
+        out: The folder of the training.
+        step: The step that the training continues from. Lines of later steps are removed.
+        tensorboard: Whether to write TensorBoard logs.
     """
 
     def __init__(self, out: Path, step: int, tensorboard: bool) -> None:
         self._path = out / METRICS
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         kept = [line for line in lines if _step_of(line) <= step]
-        write_whole(self._path, "".join(f"{line}\n" for line in kept).encode())
+        write_atomically(self._path, "".join(f"{line}\n" for line in kept).encode())
         self._board: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
 
-    def pace(self, pace: Pace, memory: dict[str, list[float]]) -> None:
-        """Note how the training goes, with the memory of FAM where there is one."""
+    def pace(self, pace: Pace, betas: dict[str, list[float]]) -> None:
+        """Write loss, learning rates and speed, and the betas of FAM if there are any."""
         line: dict[str, Any] = asdict(pace)
-        self._write({**line, "beta": memory} if memory else line)
+        self._write({**line, "beta": betas} if betas else line)
 
     def evaluated(self, pace: Pace, evaluation: Evaluation) -> None:
-        """Note error rates and examples."""
+        """Write error rates and examples."""
         line: dict[str, Any] = {"step": pace.step, "seconds": pace.seconds}
         line |= {"wer": evaluation.wer, "cer": evaluation.cer}
         line |= {"examples": [example._asdict() for example in evaluation.examples]}
         self._write(line)
 
     def close(self) -> None:
-        """Finish what is still open."""
+        """Close the TensorBoard logs."""
         if self._board is not None:
             self._board.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        # JSON knows no NaN: a loss that is none becomes null.
+        # JSON has no NaN: write null instead.
         clean = {key: None if value != value else value for key, value in line.items()}
         try:
             with self._path.open("a") as file:
                 file.write(json.dumps(clean) + "\n")
         except OSError as error:
-            raise InputError(f"{self._path}: cannot be written, {error.strerror}") from error
+            raise InputError(f"{self._path}: cannot be written, {failure_reason(error)}") from error
         if self._board is not None:
             for key, value in clean.items():
                 if key != "step" and isinstance(value, float):
@@ -83,10 +83,10 @@ def _step_of(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return 2**62  # cut off by a crash: taken out
+        return 2**62  # cut off by a crash: later than any step, so it is removed
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """The lines of a folder's `metrics.jsonl`."""
+    """Return the lines of a training's `metrics.jsonl`."""
     lines = (out / METRICS).read_text().splitlines()
     return [json.loads(line) for line in lines]

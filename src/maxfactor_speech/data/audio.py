@@ -1,4 +1,4 @@
-"""Audio from files: any rate, mono or stereo, as 16 kHz mono."""
+"""Audio files of any sampling rate, mono or stereo, read as 16 kHz mono."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from maxfactor_speech.errors import InputError
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -16,42 +18,38 @@ Samples: TypeAlias = NDArray[np.int16]
 
 SAMPLE_RATE = 16_000
 FULL_SCALE = 32_768.0  # of 16-bit samples
-UNKNOWN = 2**63 - 1  # frames, what libsndfile says of a FLAC whose length was not filled in
-TAPER = 0.05  # share of the band over which the resampler's filter falls off
-
-
-class InputError(ValueError):
-    """Something that the user gave cannot be used; the message is one line and names it."""
+UNKNOWN_LENGTH = 2**63 - 1  # frames that libsndfile reports if a FLAC header gives no length
+TAPER = 0.05  # fraction of the band over which the resampling filter falls off
 
 
 def read(path: Path) -> Wave:
-    """Read a file as 16 kHz mono; InputError names the file if that cannot be done."""
-    import soundfile  # where only synthetic speech is used, it need not be installed
+    """Read a file as 16 kHz mono. An InputError names a file that cannot be read."""
+    import soundfile  # not needed for synthesised speech, so imported only here
 
     try:
         channels, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
     except (OSError, soundfile.SoundFileError) as error:
         raise InputError(f"{path}: {_why_unreadable(path, error)}") from error
     if not channels.size:
-        raise InputError(f"{path}: holds no audio")
+        raise InputError(f"{path}: contains no audio")
     if not np.isfinite(channels).all():
-        raise InputError(f"{path}: holds samples that are not finite")
+        raise InputError(f"{path}: contains samples that are not finite")
     mono = channels.mean(axis=1, dtype=np.float32)
     return resample(mono, int(rate), SAMPLE_RATE)
 
 
 def samples_in(path: Path) -> int:
-    """How many samples `read` will return, from the file's header alone."""
+    """Return the number of samples that `read` will return, from the header only."""
     import soundfile
 
     try:
         info = soundfile.info(str(path))
     except (OSError, soundfile.SoundFileError) as error:
         raise InputError(f"{path}: {_why_unreadable(path, error)}") from error
-    if info.frames == UNKNOWN:
+    if info.frames == UNKNOWN_LENGTH:
         raise InputError(
-            f"{path}: its header does not say how long it is, as where it was written to a pipe; "
-            "write it anew to a file"
+            f"{path}: the header gives no length, as in a file written through a pipe; "
+            "convert it to a new file"
         )
     return resampled_length(int(info.frames), int(info.samplerate), SAMPLE_RATE)
 
@@ -67,21 +65,21 @@ def write(path: Path, samples: Samples) -> None:
 
 
 def resampled_length(count: int, rate: int, new_rate: int) -> int:
-    """The number of samples after a change of rate, rounded up."""
+    """Return the number of samples after resampling, rounded up."""
     return -(-count * new_rate // rate)
 
 
 def resample(wave: Wave, rate: int, new_rate: int) -> Wave:
-    """Change the sampling rate by the Fourier transform of the whole wave.
+    """Change the sampling rate with a Fourier transform of the whole wave.
 
-    Exact for what lies below both Nyquist frequencies, but for the topmost 5 % of the band, where
-    a raised cosine keeps a loud sound at the edge from ringing.
+    Frequencies below both Nyquist limits stay as they are, except for the topmost 5 % of the band:
+    a raised cosine attenuates them, which prevents ringing.
     """
     if rate == new_rate or not wave.size:
         return wave
     divisor = gcd(rate, new_rate)
     old_step, new_step = rate // divisor, new_rate // divisor
-    # A wave goes round in a Fourier transform: silence keeps the end out of the beginning.
+    # The transform is circular: added silence keeps the end from wrapping into the beginning.
     blocks = -(-(wave.size + rate // 50) // old_step)
     spectrum = np.fft.rfft(wave, blocks * old_step)
     new_size = blocks * new_step
@@ -92,7 +90,7 @@ def resample(wave: Wave, rate: int, new_rate: int) -> Wave:
 
 
 def to_samples(wave: Wave) -> Samples:
-    """Round to 16 bits; what is too loud is clipped."""
+    """Round to 16 bits; clip values outside -1 to 1."""
     samples: Samples = np.rint(wave * FULL_SCALE).clip(-FULL_SCALE, FULL_SCALE - 1).astype(np.int16)
     return samples
 
@@ -110,4 +108,4 @@ def _why_unreadable(path: Path, error: Exception) -> str:
     if path.is_dir():
         return "is a folder, not an audio file"
     reason = str(error).split(": ", 1)[-1].rstrip(".")
-    return f"cannot be read as audio ({reason}); WAV, FLAC and OGG can"
+    return f"cannot be read as audio ({reason}); use WAV, FLAC or OGG"

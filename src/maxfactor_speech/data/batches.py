@@ -1,4 +1,4 @@
-"""Utterances as batches: which ones together, reading ahead, features."""
+"""Batches of utterances: their order, padding, features, and reading ahead."""
 
 from __future__ import annotations
 
@@ -12,67 +12,67 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from maxfactor_speech.audio import SAMPLE_RATE
-from maxfactor_speech.features import GRAIN, log_mel
-from maxfactor_speech.model import IGNORED
+from maxfactor_speech.data.audio import SAMPLE_RATE
+from maxfactor_speech.data.features import GRAIN, log_mel
+from maxfactor_speech.data.tokens import IGNORED
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from maxfactor_speech.model import Codec
-    from maxfactor_speech.shards import Spoken
+    from maxfactor_speech.data.shards import Utterance
+    from maxfactor_speech.data.tokens import Codec
 
-POOL = 50  # batches that are sorted by length together
-AHEAD = 4  # batches read before they are asked for
+POOL = 50  # batches whose utterances are sorted by length together
+AHEAD = 4  # batches that are read in advance
 
 
 class Utterances(Protocol):
-    """What a training set is: shards, or files."""
+    """A set of utterances, in shards or in audio files."""
 
     lengths: NDArray[np.int32]  # samples at 16 kHz
 
     def __len__(self) -> int: ...
-    def __getitem__(self, number: int, /) -> Spoken: ...
+    def __getitem__(self, number: int, /) -> Utterance: ...
     def text(self, number: int, /) -> str:
-        """What is said, without reading the audio."""
+        """Return the text without reading the audio."""
         ...
 
 
 class Collated(NamedTuple):
-    """Utterances side by side."""
+    """Several utterances, padded to the same length."""
 
-    samples: Tensor  # (batch, samples), int16, filled up with silence
+    samples: Tensor  # (batch, samples), int16, padded with silence
     texts: list[str]
 
 
 class Batch(NamedTuple):
-    """What one step learns from."""
+    """The input of one forward pass."""
 
-    samples: Tensor  # (batch, samples), int16, filled up with silence
-    labels: Tensor  # (batch, tokens), filled up with what the loss ignores
+    samples: Tensor  # (batch, samples), int16, padded with silence
+    labels: Tensor  # (batch, tokens), padded with IGNORED
 
 
-class Part(NamedTuple):
-    """Which part of every batch a process takes, and how many parts there are."""
+class BatchSlice(NamedTuple):
+    """The part of each batch that one process takes."""
 
     rank: int = 0
     world: int = 1
 
     def of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """This part of a batch."""
+        """Return this process's part of a batch."""
         return np.split(numbers, self.world)[self.rank]
 
 
-class Shape(NamedTuple):
-    """What batches are filled up to, so that there are few shapes of them.
+class Padding(NamedTuple):
+    """How far batches are padded. Coarse steps give few different shapes.
 
     Attributes:
-        samples: They are a multiple of this.
-        tokens: The same.
-        most_samples: But never more than this.
-        most_tokens: The same.
+        samples: Audio is padded to a multiple of this number of samples.
+        tokens: Labels are padded to a multiple of this number of tokens.
+        most_samples: Audio is not padded beyond this length.
+        most_tokens: Labels are not padded beyond this length.
     """
 
     samples: int = GRAIN
@@ -81,30 +81,30 @@ class Shape(NamedTuple):
     most_tokens: int | None = None
 
     def width(self, samples: int) -> int:
-        """How many samples a batch has whose longest utterance has so many."""
-        return _rounded(samples, self.samples, self.most_samples)
+        """Return the padded number of samples."""
+        return _round_up(samples, self.samples, self.most_samples)
 
     def length(self, tokens: int) -> int:
-        """How many tokens a batch has whose longest text has so many."""
-        return _rounded(tokens, self.tokens, self.most_tokens)
+        """Return the padded number of tokens."""
+        return _round_up(tokens, self.tokens, self.most_tokens)
 
 
-def _rounded(count: int, grain: int, most: int | None) -> int:
+def _round_up(count: int, grain: int, most: int | None) -> int:
     up = -(-count // grain) * grain
     return up if most is None else max(count, min(up, most))
 
 
 class Order:
-    """Which utterances make up batch number 0, 1, 2, …, without an end.
+    """The utterances of batch 0, 1, 2, …, without an end.
 
-    A function of the seed alone, so that a training goes on where it stopped. Utterances of about
-    the same length come together: each epoch is shuffled, sorted by length within pools of 50
+    The order depends only on the seed, so a resumed training sees the same batches. A batch has
+    utterances of similar length: each epoch is shuffled, sorted by length within pools of 50
     batches, cut into batches, and the batches are shuffled.
 
     Args:
-        lengths: Of the utterances.
-        batch_size: Utterances to a batch.
-        seed: Another seed, another order.
+        lengths: The lengths of the utterances.
+        batch_size: Utterances per batch.
+        seed: Each seed gives another order.
     """
 
     def __init__(self, lengths: NDArray[np.int32], batch_size: int, seed: int) -> None:
@@ -120,11 +120,11 @@ class Order:
         return batch
 
     def _make_epoch(self, epoch: int) -> NDArray[np.int64]:
-        """(batches, batch_size): numbers; a rest too small for a batch is left out."""
+        """Return (batches, batch_size) indices; a remainder smaller than a batch is left out."""
         random = np.random.default_rng([self._seed, epoch])
         size = self._batch_size
         numbers = random.permutation(len(self._lengths))
-        if len(numbers) < size:  # fewer than one batch: some come twice
+        if len(numbers) < size:  # too few for one batch: repeat them
             numbers = np.resize(numbers, size)
         numbers = numbers[: self.per_epoch * size]
         for start in range(0, len(numbers), POOL * size):
@@ -134,17 +134,17 @@ class Order:
 
 
 def collate(data: Utterances, numbers: Iterable[int], samples: int | None = None) -> Collated:
-    """Put utterances side by side, as long as the longest, or as long as given."""
-    spoken = [data[int(number)] for number in numbers]
-    longest = max(len(one.samples) for one in spoken)
+    """Pad utterances to the longest one, or to the given number of samples."""
+    utterances = [data[int(number)] for number in numbers]
+    longest = max(len(one.samples) for one in utterances)
     if samples is not None:
         if longest > samples:
             raise ValueError(f"an utterance has {longest} samples, more than the {samples} given")
         longest = samples
-    batch = np.zeros((len(spoken), -(-longest // GRAIN) * GRAIN), np.int16)
-    for row, one in zip(batch, spoken, strict=True):
+    batch = np.zeros((len(utterances), -(-longest // GRAIN) * GRAIN), np.int16)
+    for row, one in zip(batch, utterances, strict=True):
         row[: len(one.samples)] = one.samples
-    return Collated(torch.from_numpy(batch), [one.text for one in spoken])
+    return Collated(torch.from_numpy(batch), [one.text for one in utterances])
 
 
 def training_batches(
@@ -153,28 +153,28 @@ def training_batches(
     order: Order,
     first: int,
     pin: bool = False,
-    shape: Shape | None = None,
-    part: Part | None = None,
+    padding: Padding | None = None,
+    part: BatchSlice | None = None,
 ) -> Generator[Batch, None, None]:
-    """Yield batches from number `first` on, read ahead by a thread.
+    """Yield batches from number `first` on; a thread reads ahead.
 
     Args:
-        data: Utterances.
-        codec: Makes labels of their texts.
-        order: Which utterances make up a batch.
+        data: The utterances.
+        codec: Encodes the texts as labels.
+        order: The utterances of each batch.
         first: Number of the first batch.
-        pin: Whether to keep them in memory from which a GPU copies without waiting.
-        shape: What they are filled up to; None for no more than it takes.
-        part: Which part of each batch, filled up as if the others were there; None for all of it.
+        pin: Whether to use pinned memory, from which a GPU copies asynchronously.
+        padding: How far to pad; None is as little as possible.
+        part: The part of each batch to yield, padded like the whole batch; None is all of it.
     """
-    shape, part = shape or Shape(), part or Part()
+    padding, part = padding or Padding(), part or BatchSlice()
 
     def make(number: int) -> Batch:
         numbers = order[number]
-        width = shape.width(int(data.lengths[numbers].max()))
+        width = padding.width(int(data.lengths[numbers].max()))
         collated = collate(data, part.of(numbers), width)
         labels = codec.labels(collated.texts)
-        missing = shape.length(labels.shape[1]) - labels.shape[1]
+        missing = padding.length(labels.shape[1]) - labels.shape[1]
         batch = Batch(collated.samples, nn.functional.pad(labels, (0, missing), value=IGNORED))
         return Batch(*(tensor.pin_memory() for tensor in batch)) if pin else batch
 
@@ -194,22 +194,22 @@ def evaluation_batches(
     data: Utterances,
     batch_size: int,
     device: torch.device | str = "cpu",
-    part: Part | None = None,
+    part: BatchSlice | None = None,
     mels: int = 80,
 ) -> Iterator[tuple[Tensor, list[str]]]:
-    """Yield features and texts of all utterances, longest first, so that like comes with like.
+    """Yield features and texts of all utterances, sorted by length, the longest first.
 
-    With a `part`, batches are dealt out to the processes one by one.
+    With a `part`, process r of w gets every w-th batch, starting with batch r.
     """
     numbers = np.argsort(-data.lengths, kind="stable")
-    rank, world = part or Part()
+    rank, world = part or BatchSlice()
     for start in range(rank * batch_size, len(numbers), world * batch_size):
         batch = collate(data, numbers[start : start + batch_size])
         yield log_mel(batch.samples.to(device), mels), batch.texts
 
 
 def seconds_needed(*data: Utterances) -> int:
-    """Whole seconds that the longest utterance fits in."""
+    """Return the length of the longest utterance in seconds, rounded up."""
     longest = max(int(one.lengths.max()) for one in data)
     return -(-longest // SAMPLE_RATE)
 
@@ -222,15 +222,15 @@ def all_features(
     numbers: Sequence[int] | None = None,
     at_once: int = 256,
 ) -> tuple[Tensor, list[str]]:
-    """Log-mel features of a whole set as one tensor, and its texts, for sets that fit.
+    """Return the log-mel features and the texts of a whole set, for sets that fit into memory.
 
     Args:
-        data: Utterances.
-        seconds: How long each is made; `seconds_needed` tells.
-        device: Where the features are computed and stay.
-        dtype: What they are stored as.
-        numbers: Which utterances; None takes all.
-        at_once: Utterances per batch.
+        data: The utterances.
+        seconds: The length that each is padded to, see `seconds_needed`.
+        device: Where the features are computed and stored.
+        dtype: How they are stored.
+        numbers: Indices of the utterances to take; None is all.
+        at_once: Utterances that are processed together.
 
     Returns:
         (utterances, 80, 100 * seconds), and the texts.

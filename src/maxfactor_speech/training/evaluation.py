@@ -1,4 +1,4 @@
-"""From audio to text by greedy decoding, and how wrong the text is."""
+"""Greedy decoding of audio, and error rates."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from maxfactor_speech.model import Codec, encode
+from maxfactor_speech.training.model import encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from transformers import WhisperForConditionalGeneration
 
-LOOK_EVERY = 8  # tokens between looks at whether every text has ended, each of which waits
+    from maxfactor_speech.data.tokens import Codec
+
+CHECK_EVERY = 8  # tokens between checks whether all texts have ended, which wait for the device
 
 
 class Example(NamedTuple):
-    """What was said and what the model wrote."""
+    """A reference text and the model's transcript."""
 
     reference: str
     hypothesis: str
@@ -28,7 +30,7 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Error rates, 1.0 being as many errors as words; insertions can make it more."""
+    """Error rates: errors per word or character. Insertions can raise them above 1."""
 
     wer: float
     cer: float
@@ -36,8 +38,8 @@ class Evaluation:
 
     @staticmethod
     def of(pairs: Sequence[Example], examples: int = 5) -> Evaluation:
-        """Compare texts; a few of them from here and there are kept as examples."""
-        import jiwer  # decoding needs only torch and transformers
+        """Compare texts, and keep some of them, evenly spaced, as examples."""
+        import jiwer  # decoding alone needs only torch and transformers
 
         references, hypotheses = [list(texts) for texts in zip(*pairs, strict=True)]
         apart = max(1, len(pairs) // max(1, examples))
@@ -54,13 +56,13 @@ def decode(
     batches: Iterable[tuple[Tensor, Sequence[str]]],
     dtype: torch.dtype | None = None,
 ) -> list[list[Example]]:
-    """Write down batches of features, (batch, mels, frames), beside the texts they come with.
+    """Transcribe batches of features, (batch, mels, frames), and pair them with their texts.
 
     Args:
-        model: The model, left in the mode that it was in.
+        model: The model; its training mode is restored.
         codec: Its tokens.
         batches: Pairs of features and texts.
-        dtype: For autocast; None computes in the parameters' own.
+        dtype: The dtype of autocast; None disables autocast.
     """
     return [
         [
@@ -74,7 +76,7 @@ def decode(
 def in_batches(
     features: Tensor, texts: Sequence[str], size: int = 256
 ) -> Iterator[tuple[Tensor, Sequence[str]]]:
-    """Cut features and texts that are all there into batches for `decode`."""
+    """Split features and texts into batches for `decode`."""
     for start in range(0, len(texts), size):
         yield features[start : start + size], texts[start : start + size]
 
@@ -85,17 +87,17 @@ def transcribe(
     features: Tensor,
     dtype: torch.dtype | None = None,
 ) -> list[str]:
-    """Write down a batch of audio, (batch, mels, frames)."""
+    """Transcribe a batch of features, (batch, mels, frames)."""
     device = next(model.parameters()).device
     autocast = torch.autocast(device.type, dtype) if dtype is not None else nullcontext()
     with torch.inference_mode(), _evaluating(model), autocast:
         tokens = _greedy(model, codec, features.to(device))
-    # The texts are wanted on the host: one copy for the whole batch.
+    # One copy to the host for the whole batch.
     return [codec.decode(row) for row in tokens.tolist()]
 
 
 def _greedy(model: WhisperForConditionalGeneration, codec: Codec, features: Tensor) -> Tensor:
-    """(batch, tokens): the likeliest token each time, until every text has ended."""
+    """Return (batch, tokens): always the most likely token, until all texts have ended."""
     states = encode(model, features.to(model.dtype))
     batch = len(features)
     tokens = torch.tensor(codec.start, device=states.device).expand(batch, -1)
@@ -112,7 +114,7 @@ def _greedy(model: WhisperForConditionalGeneration, codec: Codec, features: Tens
         ended = ended | (likeliest == codec.end)
         written.append(likeliest)
         tokens = likeliest[:, None]
-        if count % LOOK_EVERY == 0 and bool(ended.all()):
+        if count % CHECK_EVERY == 0 and bool(ended.all()):
             break
     return torch.stack(written, dim=1)
 

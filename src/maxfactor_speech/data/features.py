@@ -1,4 +1,9 @@
-"""Whisper's log-mel spectrogram of a whole batch at once, on any device, and SpecAugment."""
+"""Whisper's log-mel spectrogram of a batch, on any device, and SpecAugment.
+
+References:
+    Radford et al., Robust Speech Recognition via Large-Scale Weak Supervision, arXiv:2212.04356.
+    Park et al., SpecAugment, arXiv:1904.08779.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +12,22 @@ from functools import lru_cache
 import torch
 from torch import Generator, Tensor
 
-from maxfactor_speech.audio import FULL_SCALE, SAMPLE_RATE
+from maxfactor_speech.data.audio import FULL_SCALE, SAMPLE_RATE
 
 WINDOW = 400  # samples, 25 ms
 HOP = 160  # samples, 10 ms
-GRAIN = 2 * HOP  # samples: the encoder takes frames by twos
-FLOOR = 1e-10  # of the power, before the logarithm
-RANGE = 8.0  # powers of ten below the loudest that are kept
+GRAIN = 2 * HOP  # samples: the encoder takes pairs of frames
+FLOOR = 1e-10  # smallest power, before the logarithm
+RANGE = 8.0  # dynamic range below the loudest value, in powers of ten
 
 
 def log_mel(samples: Tensor, mels: int = 80) -> Tensor:
-    """Return what Whisper's own feature extractor returns, for a batch and as long as the audio.
+    """Return the features of Whisper's own extractor for a batch, without padding to 30 s.
 
     Args:
-        samples: (batch, samples), 16-bit integers or floats between -1 and 1, short ones filled
-            up with zeros; a multiple of 160 samples.
-        mels: Bands.
+        samples: (batch, samples), 16-bit integers or floats between -1 and 1, short utterances
+            padded with zeros; a multiple of 160 samples.
+        mels: The number of mel bands.
 
     Returns:
         (batch, mels, samples / 160), float32, on the device of the samples.
@@ -43,13 +48,13 @@ def log_mel(samples: Tensor, mels: int = 80) -> Tensor:
 
 @lru_cache
 def _constants(mels: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The window and the filters; each copy to a GPU would wait for all that it has to do."""
+    """Return the window and the filters, cached, because each copy to a GPU would wait for it."""
     return torch.hann_window(WINDOW, device=device), mel_filters(mels).to(device)
 
 
 @lru_cache
 def mel_filters(mels: int = 80) -> Tensor:
-    """(mels, frequencies): triangles of equal area on Slaney's mel scale, up to 8 kHz."""
+    """Return (mels, frequencies): triangles of equal area on Slaney's mel scale, up to 8 kHz."""
     frequencies = torch.linspace(0.0, SAMPLE_RATE / 2, WINDOW // 2 + 1, dtype=torch.float64)
     top = _hertz_to_mel(torch.tensor(SAMPLE_RATE / 2, dtype=torch.float64))
     corners = _mel_to_hertz(torch.linspace(0.0, float(top), mels + 2, dtype=torch.float64))
@@ -61,13 +66,13 @@ def mel_filters(mels: int = 80) -> Tensor:
 
 
 def draw_stretches(batch: int, generator: Generator, masks: int = 2) -> Tensor:
-    """Draw what `spec_augment` blanks out: `masks` stretches along each axis of each utterance.
+    """Draw the stretches that `spec_augment` masks: `masks` along each axis of each utterance.
 
-    On the CPU, whatever the device of the features: the same everywhere, and a CUDA graph of what
-    comes after needs nothing random in it.
+    They are drawn on the CPU, so that they do not depend on the device of the features, and a CUDA
+    graph of `spec_augment` contains no random numbers.
 
     Returns:
-        (2, 2, batch, masks), between 0 and 1: time and frequency, width and start.
+        (2, 2, batch, masks), between 0 and 1: (time, frequency), (width, start).
     """
     axes = [torch.rand(2, batch, masks, 1, generator=generator) for _ in range(2)]
     return torch.stack(axes).squeeze(-1)
@@ -76,13 +81,13 @@ def draw_stretches(batch: int, generator: Generator, masks: int = 2) -> Tensor:
 def spec_augment(
     features: Tensor, draws: Tensor, time_share: float = 0.1, mel_share: float = 0.2
 ) -> Tensor:
-    """Blank out stretches of time and of frequency, others for each utterance.
+    """Set stretches of time and of frequency to zero, different ones for each utterance.
 
     Args:
         features: (batch, mels, frames).
-        draws: What `draw_stretches` returned, on the features' device.
-        time_share: Most frames that one stretch takes, as a share of all.
-        mel_share: Most bands that one stretch takes, as a share of all.
+        draws: The result of `draw_stretches`, on the device of the features.
+        time_share: The largest width of a stretch of time, as a fraction of all frames.
+        mel_share: The largest width of a stretch of frequency, as a fraction of all bands.
     """
     _, mels, frames = features.shape
     hidden = _stretches(draws[0], frames, time_share)[:, None, :]
@@ -91,7 +96,7 @@ def spec_augment(
 
 
 def _stretches(draws: Tensor, length: int, share: float) -> Tensor:
-    """(batch, length): True inside stretches of at most `share` of the length."""
+    """Return (batch, length): True inside stretches of at most `share` of the length."""
     widths, starts = draws[..., None]
     widths = (widths * (share * length + 1)).floor()
     starts = (starts * (length - widths + 1)).floor()
@@ -100,7 +105,8 @@ def _stretches(draws: Tensor, length: int, share: float) -> Tensor:
     return inside.any(dim=1)
 
 
-# Slaney's scale: 200/3 Hz a mel up to 1 kHz, then logarithmic, 27 mel for a factor of 6.4.
+# Slaney's scale: linear up to 1 kHz with 200/3 Hz per mel, then logarithmic with 27 mel per
+# factor of 6.4.
 _KNEE_HERTZ, _KNEE_MEL = 1000.0, 15.0
 _LOG_STEP = torch.log(torch.tensor(6.4, dtype=torch.float64)) / 27.0
 

@@ -1,13 +1,12 @@
-"""Checkpoints of a training: whole or not at all, the last few kept.
+"""Checkpoints of a training: written completely or not at all; only the last few are kept.
 
-A checkpoint is a folder that `transformers` can read, with `training.pt` beside the weights: what
-is needed to go on as if nothing had happened. Where parameters are cut, the state of the optimizer
-is in a folder of `torch.distributed.checkpoint` instead, which any number of processes can read.
+A checkpoint is a model folder that `transformers` can load. `training.pt` beside the weights holds
+everything else that is needed to resume. If parameters are sharded, the optimizer state is in a
+folder of `torch.distributed.checkpoint` instead, which any number of processes can load.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 import warnings
@@ -27,8 +26,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from transformers import AutoTokenizer, WhisperFeatureExtractor, WhisperForConditionalGeneration
 from transformers.utils import logging
 
-from maxfactor_speech.audio import InputError
-from maxfactor_speech.model import POSITIONS_PER_SECOND, Codec
+from maxfactor_speech.data.tokens import Codec
+from maxfactor_speech.errors import InputError, failure_reason
+from maxfactor_speech.training.model import longest_audio
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,22 +40,22 @@ if TYPE_CHECKING:
 
 FOLDER = "checkpoints"
 TRAINING = "training.pt"
-PARTS, STATE = "optimizer", "optimizer"  # the folder, and what it is called in there
+SHARDED_STATE, STATE_KEY = "optimizer", "optimizer"  # the folder, and the key in it
 PARTIAL = ".partial"
 
 
 def partial_folder(out: Path, step: int) -> Path:
-    """Where the checkpoint of a step is while it is written."""
+    """Return the folder of a checkpoint while it is being written."""
     return out / FOLDER / f"step-{step:08d}{PARTIAL}"
 
 
-def whole_folder(partial: Path) -> Path:
-    """Where it is when it is whole."""
+def final_folder(partial: Path) -> Path:
+    """Return the folder of a checkpoint when it is complete."""
     return partial.with_name(partial.name.removesuffix(PARTIAL))
 
 
 def begin(partial: Path) -> None:
-    """Make the folder of a checkpoint that is not whole yet."""
+    """Create the folder of a checkpoint that is to be written."""
     with _writing(partial):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -67,23 +67,32 @@ def write(
     codec: Codec,
     training: dict[str, Any],
 ) -> None:
-    """Write a model and what is needed to go on into a checkpoint that was begun."""
+    """Write a model, its tokenizer, and the state of its training."""
     with _writing(partial):
-        _write(partial, model, codec, training)
+        with _without_progress_bars():
+            model.save_pretrained(partial)
+        codec.tokenizer.save_pretrained(partial)
+        WhisperFeatureExtractor(
+            feature_size=model.config.num_mel_bins, chunk_length=longest_audio(model)
+        ).save_pretrained(partial)
+        with (partial / TRAINING).open("wb") as file:
+            torch.save(training, file)
 
 
-def write_parts(
+def write_sharded_state(
     partial: Path, model: nn.Module, optimizers: Sequence[Optimizer], group: ProcessGroup
 ) -> None:
-    """Write the state of optimizers whose parameters are cut: each process writes its part."""
+    """Write the optimizer state of sharded parameters: each process writes its shards."""
     state = get_optimizer_state_dict(model, optimizers)
     with _writing(partial):
-        save_distributed({STATE: state}, checkpoint_id=partial / PARTS, process_group=group)
+        save_distributed(
+            {STATE_KEY: state}, checkpoint_id=partial / SHARDED_STATE, process_group=group
+        )
 
 
 def finish(partial: Path, keep: int) -> None:
-    """Declare a checkpoint whole, and remove those before the last `keep`."""
-    folder = whole_folder(partial)
+    """Rename a complete checkpoint to its final name, and delete all but the last `keep`."""
+    folder = final_folder(partial)
     with _writing(partial):
         shutil.rmtree(folder, ignore_errors=True)
         partial.replace(folder)
@@ -93,60 +102,63 @@ def finish(partial: Path, keep: int) -> None:
 
 @contextmanager
 def _writing(partial: Path) -> Iterator[None]:
-    """Leave nothing behind where writing fails, and say why it did."""
+    """Delete the partial checkpoint if writing fails, and raise InputError with the reason."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
-        # torch.save turns a full disk into a RuntimeError.
+        # RuntimeError: torch.save raises it on a full disk.
         shutil.rmtree(partial, ignore_errors=True)
-        raise InputError(f"{whole_folder(partial)}: cannot be written, {_reason(error)}") from error
+        raise InputError(f"{final_folder(partial)}: cannot be written, {_reason(error)}") from error
 
 
 def checkpoints(out: Path) -> list[Path]:
-    """The whole checkpoints of a training, oldest first."""
+    """Return the complete checkpoints of a training, oldest first."""
     found = (out / FOLDER).glob("step-*")
     return sorted(path for path in found if not path.name.endswith(PARTIAL))
 
 
 def load_training(folder: Path) -> dict[str, Any]:
-    """What `save` was given to go on from."""
+    """Return the training state that `write` was given."""
     path = folder / TRAINING
     try:
         training: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can make torch and pickle raise anything
-        reason = _reason(error) if isinstance(error, OSError) else "it is damaged"
+        reason = _reason(error) if isinstance(error, OSError) else "the file is damaged"
         raise InputError(
-            f"{path}: cannot be read, {reason}; delete this folder to go on from the one before it"
+            f"{path}: cannot be read, {reason}; delete its folder to resume from the checkpoint "
+            "before it"
         ) from error
     return training
 
 
-def load_parts(
+def load_sharded_state(
     folder: Path, model: nn.Module, optimizers: Sequence[Optimizer], group: ProcessGroup | None
 ) -> None:
-    """Read what `write_parts` wrote, on any number of processes.
+    """Load the state that `write_sharded_state` wrote, into any number of processes.
 
     Args:
-        folder: Of the checkpoint.
-        model: The model, whole or cut.
-        optimizers: Its optimizers, which take the state.
-        group: The processes that cut it; None where each has the whole.
+        folder: The checkpoint.
+        model: The model, sharded or not.
+        optimizers: Its optimizers, which receive the state.
+        group: The processes that hold the shards; None if the model is not sharded.
     """
-    state = {STATE: get_optimizer_state_dict(model, optimizers)}
-    where, alone = folder / PARTS, group is None
+    state = {STATE_KEY: get_optimizer_state_dict(model, optimizers)}
+    path, is_alone = folder / SHARDED_STATE, group is None
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
-            load_distributed(state, checkpoint_id=where, process_group=group, no_dist=alone)
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended
+            load_distributed(state, checkpoint_id=path, process_group=group, no_dist=is_alone)
     except (OSError, RuntimeError, CheckpointException) as error:
-        raise InputError(f"{where}: cannot be read, {_reason(error)}") from error
-    set_optimizer_state_dict(model, optimizers, state[STATE])
+        raise InputError(f"{path}: cannot be read, {_reason(error)}") from error
+    set_optimizer_state_dict(model, optimizers, state[STATE_KEY])
 
 
-def load_whole(model: nn.Module, optimizers: Sequence[Optimizer], whole: Sequence[Any]) -> None:
-    """Give optimizers of a model that is cut the states of one that was not."""
+def load_full_state(
+    model: nn.Module, optimizers: Sequence[Optimizer], saved_states: Sequence[Any]
+) -> None:
+    """Load the optimizer states of an unsharded model into the optimizers of a sharded one."""
     names = {param: name for name, param in model.named_parameters()}
-    for optimizer, saved in zip(optimizers, whole, strict=True):
+    for optimizer, saved in zip(optimizers, saved_states, strict=True):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         groups = [
             {**group, "params": [names[params[i]] for i in group["params"]]}
@@ -162,67 +174,56 @@ def load_whole(model: nn.Module, optimizers: Sequence[Optimizer], whole: Sequenc
 
 
 def find_model(folder: Path) -> Path:
-    """The folder of a Whisper: the last checkpoint of a training, or the one that is given."""
+    """Return the model folder in a training's folder (the last checkpoint), or the folder itself.
+
+    Raises:
+        InputError: If it contains no Whisper model.
+    """
     source = checkpoints(folder)[-1] if checkpoints(folder) else folder
     if not (source / "config.json").is_file():
-        raise InputError(f"{folder}: no config.json, so this is not the folder of a model")
+        raise InputError(f"{folder}: no config.json, so this is not a model folder")
     try:
         kind = json.loads((source / "config.json").read_text()).get("model_type")
     except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"{folder}: cannot be read as a Whisper, {_reason(error)}") from error
+        raise _not_whisper(folder, error) from error
     if kind != "whisper":
-        raise InputError(f"{folder}: holds a model of type {kind!r}, only 'whisper' will do")
+        raise InputError(f"{folder}: contains a model of type {kind!r}, only 'whisper' is allowed")
     return source
 
 
 def load_model(folder: Path) -> tuple[WhisperForConditionalGeneration, Codec]:
-    """Read a Whisper and its tokenizer from a folder: a checkpoint, a training, or any other."""
+    """Load a Whisper and its tokenizer from a model folder, a checkpoint, or a training."""
     source = find_model(folder)
     try:
-        with _quiet():
+        with _without_progress_bars():
             model = WhisperForConditionalGeneration.from_pretrained(
                 source, local_files_only=True, dtype=torch.float32
             )
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise InputError(f"{folder}: cannot be read as a Whisper, {_reason(error)}") from error
-    # Sinusoids, which Whisper never trains; reading them from a file makes them trainable.
+        raise _not_whisper(folder, error) from error
+    # Whisper never trains the encoder's sinusoids, but loading makes them trainable.
     model.model.encoder.embed_positions.requires_grad_(False)
     return model, Codec.of(tokenizer)
 
 
-def _write(
-    folder: Path,
-    model: WhisperForConditionalGeneration,
-    codec: Codec,
-    training: dict[str, Any],
-) -> None:
-    with _quiet():
-        model.save_pretrained(folder)
-    codec.tokenizer.save_pretrained(folder)
-    seconds = model.config.max_source_positions // POSITIONS_PER_SECOND
-    WhisperFeatureExtractor(
-        feature_size=model.config.num_mel_bins, chunk_length=seconds
-    ).save_pretrained(folder)
-    with (folder / TRAINING).open("wb") as file:
-        torch.save(training, file)
+def _not_whisper(folder: Path, error: Exception) -> InputError:
+    return InputError(f"{folder}: cannot be read as a Whisper model, {_reason(error)}")
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep `transformers` from drawing bars of its own."""
-    shown = logging.is_progress_bar_enabled()
+def _without_progress_bars() -> Iterator[None]:
+    """Disable the progress bars of `transformers`."""
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             logging.enable_progress_bar()
 
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]  # of the first process that failed
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text
-    return "the disk is full" if full else text
+    return failure_reason(error)

@@ -1,0 +1,182 @@
+"""The trainings of a comparison: what to run, and the results."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from maxfactor_speech.errors import InputError
+from maxfactor_speech.training.optimizers import default_lr
+from maxfactor_speech.training.settings import check_same
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from maxfactor_speech.training.settings import Settings
+
+RESULT = "result.json"
+RUNS = "runs"  # the folder of the trainings
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training of a comparison."""
+
+    label: str  # the name of its curve
+    settings: Settings
+
+    def __str__(self) -> str:
+        return f"{self.label}, lr {self.settings.peak_lr:g}, seed {self.settings.seed}"
+
+    @property
+    def folder(self) -> str:
+        """The name of its folder, unique within the comparison."""
+        one = self.settings
+        return folder_name(one.optimizer, one.peak_lr, one.steps, one.seed)
+
+
+def folder_name(optimizer: str, lr: float, steps: int, seed: int) -> str:
+    """Return the name of a run's folder."""
+    return f"{optimizer}-lr{lr:g}-steps{steps}-seed{seed}"
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The result of a run, with its curves."""
+
+    label: str
+    optimizer: str
+    lr: float
+    seed: int
+    steps: int
+    wer: float | None  # None if the training diverged
+    cer: float | None
+    seconds: float  # of training, without evaluations
+    parameters: int
+    state_bytes: int
+    peak_bytes: int  # of GPU memory, or of the process on a CPU
+    examples: list[dict[str, str]]
+    metrics: list[dict[str, Any]]
+    jobs: int = 1  # trainings that ran at the same time, which slows each of them
+
+    @property
+    def folder(self) -> str:
+        """The name of the run's folder."""
+        return folder_name(self.optimizer, self.lr, self.steps, self.seed)
+
+    @property
+    def loss(self) -> float:
+        """The last training loss."""
+        losses = [line["loss"] for line in self.metrics if line.get("loss") is not None]
+        return losses[-1] if losses else math.inf
+
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds per step, including the data."""
+        return 1000.0 * self.seconds / self.steps
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What to compare.
+
+    Args:
+        base: Settings that all trainings share, except for optimizer, lr and seed.
+        optimizers: Names; the time of the first one is the budget for `same_time`.
+        seeds: The number of seeds, counted from the seed of `base`.
+        tune: Whether to search for the best learning rate of each, with the first seed.
+        same_time: Whether to train those that are faster than the first one again, with as many
+            steps as fit into its time.
+    """
+
+    base: Settings
+    optimizers: Sequence[str]
+    seeds: int = 1
+    tune: bool = False
+    same_time: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.optimizers:
+            raise ValueError("optimizers must name at least one")
+        if len(set(self.optimizers)) < len(self.optimizers):
+            raise ValueError(f"optimizers must differ, got {', '.join(self.optimizers)}")
+        for name in self.optimizers:
+            default_lr(name)  # raises for an unknown name
+        if self.seeds < 1:
+            raise ValueError(f"seeds must be at least 1, got {self.seeds}")
+
+    def run(self, optimizer: str, lr: float | None, seed: int) -> Run:
+        """Return one training of an optimizer."""
+        settings = replace(
+            self.base,
+            optimizer=optimizer,
+            # Always a number, so that a training with the default rate is not repeated in tuning.
+            lr=default_lr(optimizer) if lr is None else lr,
+            seed=self.base.seed + seed,
+            utterances=self.base.utterance_count,  # the same data also for more steps
+        )
+        return Run(optimizer, settings)
+
+
+def read_result(run: Run, folder: Path) -> RunResult | None:
+    """Return the stored result of a run, or None if it has not finished."""
+    path = folder / run.folder / RESULT
+    if not path.exists():
+        return None
+    check_same(path.parent, run.settings)
+    try:
+        return replace(RunResult(**json.loads(path.read_text())), label=run.label)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{path}: cannot be read, {error}; delete it to train again") from error
+
+
+# ------------------------------------------------------------------------------- ranking
+
+
+def finished(results: Iterable[RunResult]) -> list[RunResult]:
+    """Return the results that did not diverge."""
+    return [one for one in results if one.wer is not None]
+
+
+def mean_wer(results: Iterable[RunResult]) -> float:
+    """Return the mean word error rate of runs that did not diverge; infinity if all did."""
+    rates = [one.wer for one in results if one.wer is not None]
+    return mean(rates) if rates else math.inf
+
+
+def by_label(results: Iterable[RunResult]) -> dict[str, list[RunResult]]:
+    """Group results by label: the seeds of each optimizer."""
+    groups: dict[str, list[RunResult]] = {}
+    for one in results:
+        groups.setdefault(one.label, []).append(one)
+    return groups
+
+
+def best_label(results: Sequence[RunResult]) -> str:
+    """Return the best label. Fewer diverged runs rank first, then the mean word error rate."""
+    groups = by_label(results)
+
+    def rank(label: str) -> tuple[int, float]:
+        group = groups[label]
+        return len(group) - len(finished(group)), mean_wer(group)
+
+    return min(groups, key=rank)
+
+
+def by_quality(result: RunResult) -> tuple[float, float, float]:
+    """Return a sort key for single runs, the best first."""
+    if result.wer is None or result.cer is None:
+        return math.inf, math.inf, math.inf
+    return result.wer, result.cer, result.loss
+
+
+def best_lr(tried: Sequence[RunResult], optimizer: str) -> float:
+    """Return the learning rate of an optimizer's best run; the lowest one if all diverged."""
+    own = [one for one in tried if one.optimizer == optimizer]
+    if not finished(own):
+        return min(one.lr for one in own)
+    return min(own, key=by_quality).lr

@@ -1,0 +1,1 @@
+"""Speech as training data: texts, synthesis, recordings, features, tokens and batches."""

@@ -1,0 +1,20 @@
+"""Errors that the command reports in one line instead of a traceback."""
+
+from __future__ import annotations
+
+import errno
+
+
+class InputError(ValueError):
+    """The user's input cannot be used. The message is one line and names the input."""
+
+
+class DivergedError(InputError):
+    """The loss is no longer finite, so the training cannot continue."""
+
+
+def failure_reason(error: BaseException) -> str:
+    """Return the first line of an error's text; a full disk is named as such."""
+    text = str(getattr(error, "strerror", None) or error) or type(error).__name__
+    is_full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text
+    return "the disk is full" if is_full else text.splitlines()[0]

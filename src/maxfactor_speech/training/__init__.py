@@ -1,0 +1,1 @@
+"""Training a Whisper: settings, model, optimizers, the loop, checkpoints and evaluation."""

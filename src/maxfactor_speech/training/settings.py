@@ -1,0 +1,203 @@
+"""The settings of a training: checked, stored in `settings.json`, and the learning-rate schedule.
+
+Reference:
+    Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, arXiv:1608.03983
+    (the cosine schedule).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import torch
+
+from maxfactor_speech.data import corpus
+from maxfactor_speech.errors import InputError
+from maxfactor_speech.training.optimizers import default_lr
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+SETTINGS = "settings.json"
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+MOST_UTTERANCES = 24_000  # synthesised by default
+SEEDS = 2**63  # torch and numpy both take smaller seeds
+COUNTS = (
+    "utterances",
+    "validation_utterances",
+    "steps",
+    "batch_size",
+    "grad_accum",
+    "evaluate_every",
+    "keep",
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that determines the result of a training.
+
+    Args:
+        task: "digits" or "sentences", synthesised; unused if `data` is given.
+        language: "en", "de" or "es", of the task.
+        data: Folder in LibriSpeech's layout, or TSV or JSONL file of path and text.
+        validation: The same for validation; None splits off one in twenty of `data`.
+        utterances: How many to synthesise; None is the number that is used, at most 24 000.
+        validation_utterances: How many to synthesise for validation.
+        model: "nano", "tiny" or "base" with random weights, or the folder of a model.
+        optimizer: A recipe of MaxFactor, or "adamw", "adafactor", "muon", "lion".
+        lr: The peak learning rate; None is the optimizer's default.
+        weight_decay: For matrices; None is the optimizer's default.
+        schedule: After warm-up: "cosine" or "linear" to zero, or "constant".
+        warmup: Fraction of the steps over which the learning rate rises.
+        clip: Norm that gradients are clipped to; None is the optimizer's default, 0 disables it.
+        steps: Steps of the optimizer.
+        batch_size: Utterances per forward pass.
+        grad_accum: Forward passes per step.
+        dtype: Of autocast: "bf16" or "fp16"; "fp32" disables autocast.
+        device: "auto", "cpu", "cuda", …
+        seed: Of weights, order and augmentation; synthesised speech does not depend on it.
+        spec_augment: Whether to mask stretches of the features.
+        cuda_graphs: On a GPU, whether to launch each pass as one graph. Batches are then padded
+            to few shapes.
+        evaluate_every: Steps between evaluations, and between checkpoints.
+        keep: Checkpoints to keep.
+    """
+
+    task: str = "digits"
+    language: str = "en"
+    data: str | None = None
+    validation: str | None = None
+    utterances: int | None = None
+    validation_utterances: int = 256
+    model: str = "nano"
+    optimizer: str = "quality"
+    lr: float | None = None
+    weight_decay: float | None = None
+    schedule: str = "cosine"
+    warmup: float = 0.1
+    clip: float | None = None
+    steps: int = 500
+    batch_size: int = 16
+    grad_accum: int = 1
+    dtype: str = "fp32"
+    device: str = "auto"
+    seed: int = 0
+    spec_augment: bool = False
+    cuda_graphs: bool = True
+    evaluate_every: int = 100
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        corpus.check(self.task, self.language)
+        default_lr(self.optimizer)
+        self._require(self.schedule in SCHEDULES, "schedule", f"one of {', '.join(SCHEDULES)}")
+        self._require(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
+        for name in COUNTS:
+            value = getattr(self, name)
+            is_count = type(value) is int and value >= 1
+            self._require(value is None or is_count, name, "a whole number of at least 1")
+        self._require(0.0 <= self.warmup < 1.0, "warmup", "at least 0 and less than 1")
+        self._require(self.lr is None or 0.0 < self.lr < math.inf, "lr", "finite and positive")
+        for name in ("weight_decay", "clip"):
+            value = getattr(self, name)
+            is_valid = value is None or 0.0 <= value < math.inf
+            self._require(is_valid, name, "finite and not negative (0 disables it)")
+        self._require(0 <= self.seed < SEEDS, "seed", "at least 0 and less than 2^63")
+        if self.validation is not None and self.data is None:
+            raise ValueError(f"validation must be given with data, got only {self.validation!r}")
+        if self.device != "auto":
+            parse_device(self.device)
+
+    def _require(self, is_valid: bool, name: str, requirement: str) -> None:
+        if not is_valid:
+            raise ValueError(f"{name} must be {requirement}, got {getattr(self, name)!r}")
+
+    @property
+    def peak_lr(self) -> float:
+        """The given learning rate, or the optimizer's default."""
+        return default_lr(self.optimizer) if self.lr is None else self.lr
+
+    @property
+    def utterance_count(self) -> int:
+        """The number of utterances to synthesise for training."""
+        used = self.steps * self.batch_size * self.grad_accum
+        return min(used, MOST_UTTERANCES) if self.utterances is None else self.utterances
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device to train on; "auto" is a GPU if there is one."""
+        if self.device != "auto":
+            return find_device(self.device)
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def parse_device(name: str) -> torch.device:
+    """Return the device of a name, whether or not this machine has it."""
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"device must be cpu, cuda, cuda:1, …, got {name!r}") from error
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device of a name; raise InputError if torch cannot use it here."""
+    device = parse_device(name)
+    if device.type == "cuda":  # counted without initialising CUDA, which a worker may need to do
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= found:
+            raise InputError(f"device {name}: torch finds {found} CUDA devices; use --device cpu")
+        return device
+    try:
+        torch.ones(1, device=device).item()  # waits for the device: the only way to test it
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        raise InputError(f"device {name}: torch cannot use it here; use --device cpu") from error
+    return device
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 + 0.5 * math.cos(math.pi * progress)
+
+
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": _cosine,
+    "linear": lambda progress: 1.0 - progress,
+    "constant": lambda progress: 1.0,  # noqa: ARG005
+}
+
+
+def lr_factor(settings: Settings, step: int) -> float:
+    """Return the learning rate of step 0, 1, … as a fraction of the peak."""
+    warmup = round(settings.warmup * settings.steps)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    return SCHEDULES[settings.schedule]((step - warmup) / max(1, settings.steps - warmup))
+
+
+def read_settings(out: Path) -> Settings:
+    """Return the settings that the training in a folder was started with."""
+    path = out / SETTINGS
+    if not path.exists():
+        raise InputError(f"{out}: contains no training to resume; start one without --resume")
+    try:
+        saved = json.loads(path.read_text())
+        known = {field.name for field in fields(Settings)}
+        return Settings(**{name: value for name, value in saved.items() if name in known})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"{path}: cannot be read, {error}") from error
+
+
+def check_same(out: Path, settings: Settings) -> None:
+    """Raise InputError if the training in a folder was started with other settings."""
+    before = read_settings(out)
+    for field in fields(Settings):
+        old, new = getattr(before, field.name), getattr(settings, field.name)
+        if old != new:
+            raise InputError(
+                f"{out}: was started with {field.name}={old!r}, cannot resume with {new!r}; "
+                f"choose another --out, and --model {out} to start from these weights"
+            )

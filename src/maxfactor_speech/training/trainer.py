@@ -1,0 +1,341 @@
+"""A running training: its model, its optimizers, and one step of them."""
+
+from __future__ import annotations
+
+import copy
+import os
+from contextlib import contextmanager, nullcontext
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from maxfactor import MaxFactor
+from maxfactor_speech.data.audio import SAMPLE_RATE
+from maxfactor_speech.data.batches import (
+    Batch,
+    BatchSlice,
+    Order,
+    Padding,
+    evaluation_batches,
+    training_batches,
+)
+from maxfactor_speech.data.features import draw_stretches, log_mel, spec_augment
+from maxfactor_speech.data.tokens import IGNORED
+from maxfactor_speech.errors import InputError
+from maxfactor_speech.training import checkpoint
+from maxfactor_speech.training.cuda_graphs import (
+    PassGraphs,
+    UpdateGraph,
+    are_capturable,
+    is_random,
+)
+from maxfactor_speech.training.evaluation import Evaluation, decode
+from maxfactor_speech.training.model import POSITIONS_PER_SECOND
+from maxfactor_speech.training.optimizers import default_clip, make_optimizer
+from maxfactor_speech.training.parallel import SingleProcess
+from maxfactor_speech.training.preparation import fingerprint
+from maxfactor_speech.training.settings import DTYPES, Settings, lr_factor
+
+if TYPE_CHECKING:
+    from collections import abc
+    from pathlib import Path
+
+    from transformers import WhisperForConditionalGeneration
+
+    from maxfactor_speech.training.preparation import Prepared
+
+SAMPLES_PER_POSITION = SAMPLE_RATE // POSITIONS_PER_SECOND
+# Padding with CUDA graphs: audio in steps of half a second, at most six lengths of text.
+PADDED_SAMPLES = SAMPLE_RATE // 2
+PADDED_TOKENS = 16
+DEVICE_SETTINGS = ("foreach", "fused", "capturable")  # not taken over from a checkpoint
+
+
+class Trainer:
+    """A running training.
+
+    Args:
+        settings: The settings.
+        prepared: The data and the model, which is trained in place.
+        processes: The processes that share the training; None is this one alone.
+    """
+
+    def __init__(
+        self, settings: Settings, prepared: Prepared, processes: SingleProcess | None = None
+    ) -> None:
+        self.settings = settings
+        self.prepared = prepared
+        self._data = fingerprint(prepared.train)
+        self.processes = processes or SingleProcess()
+        self.device = self.processes.device(settings.torch_device)
+        self.model = prepared.model
+        self._full_model = copy.deepcopy(self.model) if self.processes.is_sharded else self.model
+        self.model.to(self.device)  # type: ignore[arg-type]  # a decorator has wrong types
+        self.model.train()
+        self._forward = self.processes.distribute(self.model)
+        uses_graphs = self._uses_graphs()
+        self.optimizers = make_optimizer(
+            self.model, settings.optimizer, settings.lr, settings.weight_decay, uses_graphs
+        )
+        self._peak_lrs = [float(group["lr"]) for group in self._groups]
+        self._scaler = torch.amp.GradScaler(self.device.type, enabled=settings.dtype == "fp16")
+        self._augmentation = Generator()
+        self._graphs = PassGraphs(self.model, self._gradients) if uses_graphs else None
+        self._run_pass = self._graphs or self._pass
+        captured = uses_graphs and are_capturable(self.optimizers)
+        self._run_update = UpdateGraph(self._update) if captured else self._update
+        # For a captured update: the learning rates of all groups, and views of each.
+        count = len(self._peak_lrs)
+        self._device_lrs = torch.zeros(count, device=self.device) if captured else None
+        self._device_lr_views = [] if self._device_lrs is None else list(self._device_lrs)
+        self.step = 0
+        self.seconds = 0.0
+        self._full_model_step = -1  # the step that the weights of the full model are of
+
+    def batches(self) -> abc.Generator[list[Batch], None, None]:
+        """Yield the batches of each step, from the current step on."""
+        settings, prepared = self.settings, self.prepared
+        order = Order(prepared.train.lengths, settings.batch_size, settings.seed)
+        first = self.step * settings.grad_accum
+        pin = self.device.type == "cuda"
+        single = training_batches(
+            prepared.train, prepared.codec, order, first, pin, self._padding(), self._part
+        )
+        try:
+            while True:
+                yield list(islice(single, settings.grad_accum))
+        finally:
+            single.close()  # ends its thread
+
+    def train_step(self, batches: list[Batch]) -> Tensor:
+        """Take one step of the optimizer; return the loss without waiting for the device.
+
+        Each process returns its own loss. Their mean is the loss of the step.
+        """
+        self._set_lrs()
+        self._seed()
+        tokens = [int((batch.labels != IGNORED).sum()) for batch in batches]
+        # Gradients are averaged over processes, and each token must have the same weight.
+        mean_tokens = self.processes.sum(sum(tokens)) / self.processes.world
+        total = torch.zeros((), device=self.device)
+        for number, (batch, count) in enumerate(zip(batches, tokens, strict=True), 1):
+            with self.processes.accumulating(self._forward, number == len(batches)):
+                total += self._run_pass(self._inputs(batch), count / mean_tokens)
+        self._run_update()
+        self._scaler.update()
+        self.step += 1
+        return total
+
+    def evaluate(self) -> Evaluation:
+        """Measure the error rates on the validation set."""
+        batches = evaluation_batches(
+            self.prepared.validation,
+            4 * self.settings.batch_size,
+            self.device,
+            self._part,
+            self.model.config.num_mel_bins,
+        )
+        model = self.full_model()
+        model.to(self.device)  # type: ignore[arg-type]
+        mine = decode(model, self.prepared.codec, batches, DTYPES[self.settings.dtype])
+        if self.processes.is_sharded:
+            model.to("cpu")  # type: ignore[arg-type]  # the device may be too small to keep it
+        return Evaluation.of([pair for batch in self.processes.interleaved(mine) for pair in batch])
+
+    def full_model(self) -> WhisperForConditionalGeneration:
+        """Return the model, or if it is sharded, a copy on the CPU with all weights."""
+        if self.processes.is_sharded and self._full_model_step != self.step:
+            self._full_model_step = self.step
+            pairs = zip(self.model.parameters(), self._full_model.parameters(), strict=True)
+            for param, full in pairs:
+                full.data.copy_(param.full_tensor() if isinstance(param, DTensor) else param)
+        return self._full_model
+
+    def check_skipped(self) -> None:
+        """Raise if too many steps in a row were skipped, because a graph cannot raise."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, MaxFactor):
+                optimizer.check_skipped()
+
+    def effective_lr(self) -> float:
+        """Return the mean over groups of the step size that the first optimizer used."""
+        optimizer = self.optimizers[0]
+        if isinstance(optimizer, MaxFactor):
+            rates = optimizer.effective_lr()
+        else:
+            rates = [float(group["lr"]) for group in optimizer.param_groups]
+        return float(sum(rates) / len(rates))
+
+    def fam_betas(self) -> dict[str, list[float]]:
+        """Return FAM's beta of each matrix by name, one value for each band."""
+        optimizer = self.optimizers[0]
+        spectra = optimizer.spectrum() if isinstance(optimizer, MaxFactor) else {}
+        # Called rarely, after the loss was read, which has waited for the device already.
+        return {name: spectrum.beta.tolist() for name, spectrum in spectra.items()}
+
+    def save(self, out: Path) -> Path:
+        """Write a checkpoint of the current step; return its folder."""
+        processes, model, training = self.processes, self.full_model(), self._training_state()
+        partial = checkpoint.partial_folder(out, self.step)
+
+        def finish() -> None:
+            checkpoint.write(partial, model, self.prepared.codec, training)
+            checkpoint.finish(partial, self.settings.keep)
+
+        is_first, group = processes.rank == 0, processes.shard_group
+        processes.run_on_all(lambda: checkpoint.begin(partial) if is_first else None)
+        if group is not None:
+            checkpoint.write_sharded_state(partial, self.model, self.optimizers, group)
+        processes.run_on_all(lambda: finish() if is_first else None)
+        return checkpoint.final_folder(partial)
+
+    def load(self, folder: Path) -> None:
+        """Load the training state that `save` wrote; the model already has the weights."""
+        saved, group = checkpoint.load_training(folder), self.processes.shard_group
+        if saved.get("data", self._data) != self._data:
+            raise InputError(
+                f"{folder}: was trained on other utterances than the data has now; restore the "
+                f"data, or start a new training with another --out and --model {folder}"
+            )
+        self.step, self.seconds = saved["step"], saved["seconds"]
+        self._scaler.load_state_dict(saved["scaler"])
+        if saved["optimizers"] is None:
+            checkpoint.load_sharded_state(folder, self.model, self.optimizers, group)
+        elif group is not None:
+            checkpoint.load_full_state(self.model, self.optimizers, saved["optimizers"])
+        else:
+            for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+                for own, group in zip(optimizer.param_groups, state["param_groups"], strict=True):
+                    group.update({name: own[name] for name in DEVICE_SETTINGS if name in own})
+                optimizer.load_state_dict(state)
+
+    def _training_state(self) -> dict[str, Any]:
+        """Return what resuming needs besides the weights and sharded optimizer states."""
+        states = None
+        if not self.processes.is_sharded:
+            states = [one.state_dict() for one in self.optimizers]
+            for group in [group for state in states for group in state["param_groups"]]:
+                group["lr"] = float(group["lr"])  # a tensor if updates are captured
+        return {
+            "step": self.step,
+            "seconds": self.seconds,
+            "optimizers": states,
+            "scaler": self._scaler.state_dict(),
+            "data": self._data,
+        }
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers; not stored, because loading replaces them."""
+        return [group for one in self.optimizers for group in one.param_groups]
+
+    @property
+    def _part(self) -> BatchSlice:
+        return BatchSlice(self.processes.rank, self.processes.world)
+
+    def _inputs(self, batch: Batch) -> list[Tensor]:
+        """Return the inputs of a pass, on the host: samples, labels, and draws of SpecAugment."""
+        if not self.settings.spec_augment:
+            return [*batch]
+        rank, world = self._part
+        count = len(batch.samples)
+        draws = draw_stretches(world * count, self._augmentation)  # for the whole batch
+        return [*batch, draws[:, :, rank * count : (rank + 1) * count]]
+
+    def _pass(self, inputs: list[Tensor], share: float) -> Tensor:
+        """Move the inputs of a pass to the device, and run it."""
+        moved = [tensor.to(self.device, non_blocking=True) for tensor in inputs]
+        return self._gradients(moved, share)
+
+    def _gradients(self, inputs: abc.Sequence[Tensor], share: Tensor | float) -> Tensor:
+        """Add the gradients of `share` times the loss, and return that loss."""
+        samples, labels, *draws = inputs
+        features = log_mel(samples, self.model.config.num_mel_bins)
+        if draws:
+            features = spec_augment(features, draws[0])
+        dtype = DTYPES[self.settings.dtype]
+        with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
+            loss: Tensor = self._forward(features, labels) * share
+        self._scaler.scale(loss).backward()
+        return loss.detach()
+
+    def _pads_coarsely(self) -> bool:
+        return self.settings.cuda_graphs and self.device.type == "cuda"
+
+    def _uses_graphs(self) -> bool:
+        """Whether passes run as graphs: not with GradScaler, which reallocates its scale."""
+        random, scaled = is_random(self.model.config), self.settings.dtype == "fp16"
+        return self._pads_coarsely() and not (self.processes.is_distributed or random or scaled)
+
+    def _padding(self) -> Padding:
+        """Return coarse padding for CUDA graphs, so that few shapes occur, else the least."""
+        if not self._pads_coarsely():
+            return Padding()
+        samples = self.model.config.max_source_positions * SAMPLES_PER_POSITION
+        tokens = self.model.config.max_target_positions
+        return Padding(PADDED_SAMPLES, max(PADDED_TOKENS, tokens // 6), samples, tokens)
+
+    def _seed(self) -> None:
+        """Seed all random numbers of a step, from its number and the process only."""
+        seed, (rank, world) = self.settings.seed, self._part
+        self._augmentation.manual_seed(_mixed(seed, self.step))
+        torch.manual_seed(_mixed(seed, self.step * world + rank))  # dropout
+
+    def _update(self) -> None:
+        """Clip the gradients, step, and set the gradients to zero."""
+        self._clip()
+        for optimizer in self.optimizers:
+            self._scaler.step(optimizer)
+            if self._graphs is None:
+                optimizer.zero_grad()
+        if self._graphs is not None:
+            self._graphs.zero_grads()
+
+    def _clip(self) -> None:
+        norm = self.settings.clip
+        norm = default_clip(self.settings.optimizer) if norm is None else norm
+        if norm:
+            for optimizer in self.optimizers:
+                self._scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), norm)
+
+    def _set_lrs(self) -> None:
+        factor = lr_factor(self.settings, self.step)
+        lrs: abc.Sequence[Any] = [factor * lr for lr in self._peak_lrs]
+        if self._device_lrs is not None:
+            now = torch.tensor(lrs, dtype=torch.float32).pin_memory()
+            self._device_lrs.copy_(now, non_blocking=True)
+            lrs = self._device_lr_views
+        for group, lr in zip(self._groups, lrs, strict=True):
+            group["lr"] = lr
+
+
+def _mixed(seed: int, step: int) -> int:
+    """Return a seed for one step, unlike those of other steps and seeds."""
+    return (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9) % 2**63
+
+
+@contextmanager
+def repeatable(device: torch.device) -> abc.Iterator[None]:
+    """Use deterministic algorithms on a GPU; those of a CPU are deterministic already.
+
+    Otherwise the last bits of the gradients of attention and convolutions differ from run to run,
+    and a resumed training would not reach the same weights as one that was not stopped.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    # torch requires this setting, and reads it at the first matrix product of a process.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    switches: Any = torch.utils.deterministic  # a module whose attributes are not typed
+    before = torch.are_deterministic_algorithms_enabled(), switches.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    switches.fill_uninitialized_memory = False  # one more kernel for each allocation
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        switches.fill_uninitialized_memory = before[1]
