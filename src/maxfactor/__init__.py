@@ -8,7 +8,7 @@ from maxfactor.recipes import recipe
 from maxfactor.rule.fam import FAM
 from maxfactor.schedule import AdaptiveSchedule
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "FAM",
