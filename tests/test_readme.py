@@ -1,31 +1,242 @@
-"""The README's code runs, and the table of versions is the one in `recipes.py`."""
+"""The documents: code runs, links lead somewhere, numbers are those of the results files."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 
-from maxfactor.recipes import RECIPES
-from maxfactor.settings import MaxFactorHyper
+import maxfactor
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-VERSIONS = (ROOT / "docs" / "versions.md").read_text()
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCED = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PENDING = {"docs/developing.md", "benchmarks/README.md"}  # linked before they are written
+
+# Results files that were written before recipes were renamed.
+PRESENT_NAMES = {"1.0": "published-1.0", "fam": "fast", "speech": "quality"}
 
 
-def test_the_code_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 2
-    names = {"weight": torch.ones(3, 2), "grad": torch.ones(3, 2)}
-    for block in blocks:
-        exec(block, names)
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
 
 
-def test_the_table_has_every_switch() -> None:
-    rows = [line for line in VERSIONS.splitlines() if line.startswith("| `")]
+# ---------------------------------------------------------------------------------- the code
+
+
+class Block(NamedTuple):
+    """A block of Python. Its info string may say `skip: WHY` or `requires=PUBLIC_NAME`."""
+
+    code: str
+    info: str
+
+
+def python_blocks() -> Iterator[Any]:
+    for path in DOCUMENTS:
+        found = [match for match in FENCED.findall(path.read_text()) if match[0].startswith("py")]
+        for number, (info, code) in enumerate(found, 1):
+            info = info.removeprefix("python").strip()
+            yield pytest.param(Block(code, info), id=f"{path.name}-{number}")
+
+
+def compute_loss(model: torch.nn.Module) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.randn(2, 5, 16), torch.randn(2, 3, 16)).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("block", list(python_blocks()))
+def test_code_runs(block: Block) -> None:
+    """With the names that a reader has at hand: torch, maxfactor, a model and its optimizer."""
+    if block.info.startswith("skip:"):
+        pytest.skip(block.info.removeprefix("skip:").strip())
+    if block.info.startswith("requires="):
+        name = block.info.removeprefix("requires=")
+        if not hasattr(maxfactor, name):
+            pytest.skip(f"maxfactor.{name} does not exist yet")
+    else:
+        assert block.info == ""
+    model = torch.nn.Transformer(
+        16, 2, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=32, batch_first=True
+    )
+    names = {"torch": torch, "maxfactor": maxfactor, "compute_loss": compute_loss, "model": model}
+    exec(block.code, {**names, "optimizer": maxfactor.for_model(model)})
+
+
+# --------------------------------------------------------------------------------- the pages
+
+
+def test_readme_is_short() -> None:
+    assert len(text_of("README.md").splitlines()) <= 150
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as repository hosts make them."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*DOCUMENTS, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"],
+    ids=lambda path: path.name,
+)
+def test_relative_links_exist(path: Path) -> None:
+    text = FENCED.sub("", path.read_text())
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    links += re.findall(r"^\[[^]]+\]: (\S+)$", text, re.MULTILINE)
+    for link in links:
+        if "://" in link:
+            continue
+        target, _, anchor = link.partition("#")
+        file = (path.parent / target).resolve() if target else path
+        if not file.exists() and str(file.relative_to(ROOT)) in PENDING:
+            continue
+        assert file.exists(), link
+        assert not anchor or anchor in anchors(file.read_text()), link
+
+
+def test_reference_links_of_the_readme_are_defined() -> None:
+    text = FENCED.sub("", text_of("README.md"))
+    used = set(re.findall(r"\]\[([^]]+)\]", text))
+    assert used == set(re.findall(r"^\[([^]]+)\]: ", text, re.MULTILINE))
+
+
+def test_every_page_is_in_the_index() -> None:
+    linked = set(re.findall(r"\]\((\w[\w-]*\.md)\)", text_of("docs/index.md")))
+    assert {path.name for path in DOCUMENTS[1:]} - {"index.md"} <= linked
+
+
+def test_version_is_the_same_everywhere() -> None:
+    version = re.escape(maxfactor.__version__)
+    newest = re.search(r"^## (.*)$", text_of("CHANGELOG.md"), re.MULTILINE)
+    assert newest
+    dated = re.fullmatch(rf"{version} \W (\d{{4}}-\d{{2}}-\d{{2}})", newest[1])
+    assert dated
+    citation = text_of("CITATION.cff")
+    assert re.search(rf"^version: {version}$", citation, re.MULTILINE)
+    assert f'date-released: "{dated[1]}"' in citation
+
+
+# ------------------------------------------------------------------------------- the numbers
+
+
+def results(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def seeds_of(record: Any) -> Iterator[list[float]]:
+    """Every list of numbers in a results file: the seeds of a row or of one of its rates."""
+    if isinstance(record, dict):
+        for value in record.values():
+            yield from seeds_of(value)
+    elif isinstance(record, list):
+        if record and all(isinstance(value, float) for value in record):
+            yield record
+        else:
+            for value in record:
+                yield from seeds_of(value)
+
+
+def test_seeds_and_their_means_are_in_the_results() -> None:
+    """Everything of the form `mean (seed, seed, …)`, at the decimals that are shown."""
+    known = set()
+    for name in ("momentum_study", "digits_study", "language_study"):
+        for seeds in seeds_of(results(name)):
+            for decimals in (1, 2, 3):
+                shown = ", ".join(f"{seed:.{decimals}f}" for seed in seeds)
+                known.add((f"{mean(seeds):.{decimals}f}", shown))
+    number = r"\d+\.\d+"
+    quoted = re.findall(rf"({number})\*{{0,2}} \(({number}(?:, {number})+)\)", page("results"))
+    assert len(quoted) > 100
+    assert [one for one in quoted if one not in known] == []
+
+
+def page(name: str) -> str:
+    return text_of(f"docs/{name}.md")
+
+
+def test_the_main_table_is_complete() -> None:
+    for row in results("momentum_study")["tables"]["main"]:
+        name = PRESENT_NAMES.get(row["name"], row["name"])
+        seeds = ", ".join(f"{wer:.2f}" for wer in row["wer"])
+        cells = [f"{row['lr']:g}", f"{row['wer_mean']:.2f} ({seeds})", f"{row['range']:g}"]
+        cells += [f"{row['state_bytes_per_parameter']:.2f}"]
+        assert f"| {name} | {' | '.join(cells)} |" in page("results")
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("quality", "| **`quality`** (ours, the default) | {lr:.2f} | {wer:.2f} % |"),
+        ("fast", "| **`fast`** (ours) | {lr:.2f} | {wer:.1f} % |"),
+        ("lean", "| **`lean`** (ours, no momentum) | {lr:.3f} | {wer:.1f} % |"),
+        ("muon + adamw", "| Muon + AdamW (torch) | {lr:.2f} | {wer:.2f} % |"),
+        ("adamw, clip 1", "| AdamW, clipping 1 | {lr:.3f} | {wer:.1f} % |"),
+        ("adafactor (torch)", "| Adafactor (torch) | {lr:.2f} | {wer:.1f} % |"),
+    ],
+)
+def test_the_table_of_the_readme(name: str, shown: str) -> None:
+    """Ours at the rate that a recipe has, the others at the best one."""
+    rows = results("momentum_study")["tables"]["main"]
+    [row] = [row for row in rows if PRESENT_NAMES.get(row["name"], row["name"]) == name]
+    lr = row["lr"]
+    if name in ("quality", "fast", "lean"):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+        lr = maxfactor.for_model(model, recipe=name).param_groups[0]["lr"]
+    wer = mean(row["tried"][f"{lr:g}"])
+    line = shown.format(lr=lr, wer=wer).replace("| 0.", "| .", 1)
+    assert line in text_of("README.md")
+
+
+def test_shares_of_a_training_step() -> None:
+    shown = {"published-1.0": "MaxFactor 1.0", "torch AdamW fused": "torch AdamW, fused"}
+    for row in results("training_step_h200_large")["rows"]:
+        name = PRESENT_NAMES.get(row["optimizer"], row["optimizer"])
+        name = shown.get(name, f"`{name}`")
+        line = f"| {name} | {row['ms']:.1f} | {row['share']:.0%} |".replace("%", " %")
+        assert line in page("speed-and-memory")
+
+
+@pytest.mark.parametrize(
+    ("measured", "shown"),
+    [
+        ("MaxFactor fused", "MaxFactor 1.0"),
+        ("torch SGD fused", "torch SGD, fused, without momentum"),
+        ("MaxFactor FAM unclipped fused", "FAM in int8, factored, no clip, as in `fast`"),
+        ("Adafactor fused", "Adafactor (ours)"),
+        ("MaxFactor FAM fused", "FAM in int8, sign_max"),
+        ("torch AdamW fused", "torch AdamW, fused"),
+        ("MaxFactor orthogonal fused", "all matrices orthogonal, the direction of `quality`"),
+    ],
+)
+def test_step_times(measured: str, shown: str) -> None:
+    rows = [row for row in results("step_time_h200_large")["rows"] if row["optimizer"] == measured]
+    cells = []
+    for row in rows:
+        ms, ratio = row["gpu_ms"], row["ratio"]
+        cells.append(f"{ms:.{1 if ms < 100 else 0}f}, " + f"{ratio:.{2 if ratio < 1 else 1}f}")
+    line = f"| {shown} | {' | '.join(cells)} |".replace(", 1.0 ", ", 1 ")
+    assert line in page("speed-and-memory")
+
+
+# ------------------------------------------------------------------------ published versions
+
+
+def test_the_table_of_versions_has_every_switch() -> None:
+    switches = getattr(maxfactor, "Switches", None)
+    if switches is None:
+        pytest.skip("maxfactor.Switches does not exist yet")
+    rows = [line for line in page("published-versions").splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`(\w+)", row.split("|")[1])}
-    everywhere = {"factor", "maximize", "beta2_decay", "rounding", "seed"}  # no version's own
-    assert named == set(MaxFactorHyper.names()) - everywhere
-    assert {key for settings in RECIPES.values() for key in settings} <= named
+    arguments = {"d", "eps", "gamma", "lr", "weight_decay"}
+    assert named == arguments | {field.name for field in fields(switches)}
+    for version in ("0.1", "0.2", "0.3", "1.0"):
+        assert set(maxfactor.recipe(f"published-{version}")) <= {*arguments, "switches"}
