@@ -13,6 +13,7 @@ from typing import Any
 import jiwer
 import pytest
 import torch
+from maxfactor_speech.model import loss_of
 from typer.testing import CliRunner
 
 import digits_study
@@ -26,7 +27,6 @@ import speech_runs
 import training_step
 from maxfactor_speech.bench import shapes, step_time
 from maxfactor_speech.cli import app
-from maxfactor_speech.model import loss_of
 from momentum_tables import TABLES, Entry, entries_of, entry
 from momentum_variants import variant
 

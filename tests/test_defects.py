@@ -1,4 +1,4 @@
-"""One regression test for each defect of the published code (docs/versions.md)."""
+"""One regression test for each defect of the published code (docs/published-versions.md)."""
 
 from __future__ import annotations
 

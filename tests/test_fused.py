@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases import ADAFACTOR_VARIANTS, SHAPES, VARIANTS, no_host_sync, problem
+from cases import ADAFACTOR_VARIANTS, SHAPES, VARIANTS, arguments, no_host_sync, problem
 from maxfactor import Adafactor, MaxFactor, recipe, rule
 
 pytest.importorskip("triton")
@@ -32,14 +32,14 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-
 
 
 def expected(
-    cases: dict[str, Any], hyper: rule.MaxFactorHyper | rule.AdafactorHyper, steps: int
+    cases: dict[str, Any], checked: rule.MaxFactorSettings | rule.AdafactorSettings, steps: int
 ) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
     """The same steps by the reference."""
     results = {}
     for name, case in cases.items():
-        weight, state = case.weight, rule.init_state(case.weight, hyper)
+        weight, state = case.weight, rule.init_state(case.weight, checked)
         for grad in case.grads[:steps]:
-            weight, state, _ = rule.step(weight, grad, state, hyper)
+            weight, state, _ = rule.step(weight, grad, state, checked)
         results[name] = (weight, state)
     return results
 
@@ -88,18 +88,18 @@ STEPS = 4 if DEVICE == "cuda" else 3
 
 @pytest.mark.parametrize(("version", "variant"), PAIRS)
 def test_maxfactor(version: str, variant: str) -> None:
-    arguments = recipe(f"published-{version}") | VARIANTS[variant]
+    settings = arguments(recipe(f"published-{version}"), VARIANTS[variant])
     cases = {name: problem(shape, steps=STEPS) for name, shape in ALL.items()}
-    optimizer, params = run(MaxFactor, cases, arguments, STEPS)
-    compare(optimizer, params, expected(cases, rule.MaxFactorHyper(**arguments), STEPS))
+    optimizer, params = run(MaxFactor, cases, settings, STEPS)
+    compare(optimizer, params, expected(cases, rule.MaxFactorSettings(**settings), STEPS))
 
 
 @pytest.mark.parametrize("variant", ADAFACTOR_VARIANTS)
 def test_adafactor(variant: str) -> None:
-    arguments = ADAFACTOR_VARIANTS[variant]
+    settings = ADAFACTOR_VARIANTS[variant]
     cases = {name: problem(shape, steps=STEPS) for name, shape in ALL.items()}
-    optimizer, params = run(Adafactor, cases, arguments, STEPS)
-    compare(optimizer, params, expected(cases, rule.AdafactorHyper(**arguments), STEPS))
+    optimizer, params = run(Adafactor, cases, settings, STEPS)
+    compare(optimizer, params, expected(cases, rule.AdafactorSettings(**settings), STEPS))
 
 
 FEW = ["0-d", "1-d", "wide", "odd", "tiles"]
@@ -111,10 +111,10 @@ def test_rounding_is_the_references(dtype: torch.dtype, rounding: str) -> None:
     """The same noise at the same place: bits differ only where float32 differs before rounding."""
     if DEVICE == "cpu" and dtype == torch.bfloat16 and rounding == "nearest":
         pytest.skip("Triton's interpreter cuts bfloat16 off instead of rounding it")
-    arguments: dict[str, Any] = {"rounding": rounding, "seed": 2**40 + 17}
+    settings: dict[str, Any] = {"rounding": rounding, "seed": 2**40 + 17}
     cases = {name: problem(ALL[name], dtype=dtype, steps=2) for name in FEW}
-    optimizer, params = run(MaxFactor, cases, arguments, 2)
-    wanted = expected(cases, rule.MaxFactorHyper(**arguments), 2)
+    optimizer, params = run(MaxFactor, cases, settings, 2)
+    wanted = expected(cases, rule.MaxFactorSettings(**settings), 2)
     compare(optimizer, params, wanted)
     same = torch.cat([params[n].detach().cpu().eq(wanted[n][0]).flatten() for n in FEW])
     assert same.double().mean() > 0.98
@@ -122,7 +122,7 @@ def test_rounding_is_the_references(dtype: torch.dtype, rounding: str) -> None:
 
 def test_mixed_dtypes_gradients_and_strides() -> None:
     """float32 weights with bfloat16 gradients, and so on, some transposed, in one optimizer."""
-    hyper = rule.MaxFactorHyper()
+    checked = rule.MaxFactorSettings()
     cases, params, wanted = {}, {}, {}
     kinds = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
     kinds += [(torch.float32, torch.float32), (torch.float16, torch.float16)]
@@ -133,9 +133,9 @@ def test_mixed_dtypes_gradients_and_strides() -> None:
             strided = weight.t().contiguous().t() if j == 1 else weight.clone()
             cases[f"{i}{j}"] = (case, weight)
             params[f"{i}{j}"] = torch.nn.Parameter(strided.to(DEVICE))
-            state = rule.init_state(weight, hyper)
+            state = rule.init_state(weight, checked)
             for grad in case.grads:
-                weight, state, _ = rule.step(weight, grad, state, hyper)
+                weight, state, _ = rule.step(weight, grad, state, checked)
             wanted[f"{i}{j}"] = (weight, state)
     optimizer = MaxFactor(list(params.items()), fused=True)
     for t in range(2):
@@ -256,10 +256,10 @@ def test_grad_scaler_tensors() -> None:
 def test_state_goes_from_backend_to_backend() -> None:
     """Two steps fused, saved, two steps plain, saved, two steps fused: as six of the reference."""
     case = problem((9, 40), steps=6)
-    hyper = rule.MaxFactorHyper()
-    weight, state = case.weight, rule.init_state(case.weight, hyper)
+    checked = rule.MaxFactorSettings()
+    weight, state = case.weight, rule.init_state(case.weight, checked)
     for grad in case.grads:
-        weight, state, _ = rule.step(weight, grad, state, hyper)
+        weight, state, _ = rule.step(weight, grad, state, checked)
     param = torch.nn.Parameter(case.weight.clone().to(DEVICE))
     saved = None
     for part, fused in enumerate([True, False, True]):
@@ -275,8 +275,8 @@ def test_state_goes_from_backend_to_backend() -> None:
 
 def test_tensors_that_move_and_settings_that_change() -> None:
     """New gradients, a rescheduled lr, a frozen layer and weights written by somebody else."""
-    case, hyper = problem((9, 40), steps=6), rule.MaxFactorHyper()
-    weight, state = case.weight, rule.init_state(case.weight, hyper)
+    case, checked = problem((9, 40), steps=6), rule.MaxFactorSettings()
+    weight, state = case.weight, rule.init_state(case.weight, checked)
     other = torch.nn.Parameter(torch.ones(5, 67, device=DEVICE))
     param = torch.nn.Parameter(case.weight.clone().to(DEVICE))
     optimizer = MaxFactor([param, other], fused=True)
@@ -290,7 +290,7 @@ def test_tensors_that_move_and_settings_that_change() -> None:
             with torch.no_grad():
                 param.mul_(3.0)  # the squares that the kernels kept are stale now
         optimizer.step()
-        weight, state, _ = rule.step(weight, grad, state, rule.MaxFactorHyper(lr=rate))
+        weight, state, _ = rule.step(weight, grad, state, rule.MaxFactorSettings(lr=rate))
     compare(optimizer, {"x": param}, {"x": (weight, state)})
     assert int(optimizer.state[other]["step"]) == 4
 

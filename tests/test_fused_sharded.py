@@ -154,14 +154,15 @@ STEPS = 2 if DEVICE == "cpu" else 4
 # Two strips and uneven rows; no rows or no columns on a rank; vectors and a scalar; a convolution.
 SHAPES: list[Shape] = [(3, 70), (1, 4, 5), (2, 1), (5,), (1,), (), (3, 2, 2), (0, 3)]
 FAM = {"momentum": {"warmup": 1, "theta": 0.8}}
+LAST = {"switches": {"factor": "last"}}
 SETTINGS: dict[str, tuple[type[Any], dict[str, Any], Layout]] = {
     # Without floors max R is of no consequence.
     "1.0 rows": (MaxFactor, {"eps": (1.0, 0.5)}, (0,)),
     "1.0 columns": (MaxFactor, {}, (1,)),
     "0.2 columns": (MaxFactor, recipe("published-0.2"), (1,)),
     "0.3 rows": (MaxFactor, recipe("published-0.3"), (0,)),
-    "last": (MaxFactor, {"factor": "last", "d": 0.2, "scale": "initial"}, (2,)),
-    "dense": (MaxFactor, {"full_matrix": True, "maximize": True}, (1,)),
+    "last": (MaxFactor, {**LAST, "d": 0.2, "scale": "initial"}, (2,)),
+    "dense": (MaxFactor, {"switches": {"full_matrix": True}, "maximize": True}, (1,)),
     "adafactor rows": (Adafactor, {}, (0,)),
     "fam rows": (MaxFactor, FAM | {"scale": "initial"}, (0,)),
     "fam unclipped": (MaxFactor, FAM | {"direction": "factored", "d": math.inf}, (0,)),
@@ -183,7 +184,7 @@ if DEVICE == "cuda":  # the interpreter is too slow for more, or for four proces
         "1.0 rows and columns": (MaxFactor, {}, (0, 1)),
         "fam rows twice": (MaxFactor, FAM | {"momentum_dtype": "fp32"}, (0, 0)),
         "adafactor copies of columns": (Adafactor, {}, (None, 1)),
-        "last rows and columns": (MaxFactor, {"factor": "last"}, (1, 0)),
+        "last rows and columns": (MaxFactor, LAST, (1, 0)),
     }
     ROUNDED += [(0, 1), (0, 0)]
     COUNTED += [((0, 1), {}, 5), ((None, 0), {}, 3)]

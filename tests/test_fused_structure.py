@@ -53,14 +53,6 @@ def test_equations_stand_in_one_file() -> None:
     assert {tag for tag, names in files.items() if len(names) > 1} == set()
 
 
-def test_settings_are_read_in_one_file() -> None:
-    for path in BACKEND.rglob("*.py"):
-        text = path.read_text()
-        if path.name != "settings_rows.py":
-            assert not re.search(r"\bhyper\.\w", text), path.name
-            assert "isinstance(hyper" not in text, path.name
-
-
 def test_kernels_have_the_numbers_of_the_host() -> None:
     layout = pytest.importorskip("maxfactor.backends.triton.kernels.layout")
     pairs = [(name, value) for name, value in vars(layout).items() if hasattr(value, "COUNT")]
@@ -95,9 +87,9 @@ def test_fits_changes_nothing() -> None:
     param.grad = torch.ones_like(param)
     before = contents(fused)
     for wanted in (True, True):
-        assert fused.fits([param], optimizer._hypers(), optimizer.state) == wanted
+        assert fused.fits([param], optimizer._groups(), optimizer.state) == wanted
         assert contents(fused) == before
-    assert not fused.fits([param, param], optimizer._hypers(), optimizer.state)
+    assert not fused.fits([param, param], optimizer._groups(), optimizer.state)
     param.grad = None
-    assert not fused.fits([param], optimizer._hypers(), optimizer.state)
+    assert not fused.fits([param], optimizer._groups(), optimizer.state)
     assert contents(fused) == before

@@ -370,7 +370,9 @@ def _rate(lr: object) -> float | Tensor:
 
 def _full_precision() -> ExitStack:
     """Turn autocast off, which would run the products of the rule in 16 bits."""
-    accelerator = torch.accelerator.current_accelerator()
+    # Without a device torch 2.6 raises where later versions return None.
+    has_device = torch.accelerator.is_available()
+    accelerator = torch.accelerator.current_accelerator() if has_device else None
     stack = ExitStack()
     for kind in ("cpu", *([] if accelerator is None else [accelerator.type])):
         if torch.is_autocast_enabled(kind):

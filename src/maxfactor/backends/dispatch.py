@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 Backend = Literal["torch", "triton"]
 
+OLDEST_TRITON = (3, 3)  # tuples as arguments of kernels
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -89,6 +91,11 @@ def triton_obstacle(inputs: Sequence[StepInput]) -> str | None:
     """What keeps the Triton kernels from running, with the remedy; None if nothing does."""
     if not has_triton():
         return "Triton is not installed; install it with `pip install triton` or set fused=False"
+    if triton_version() < OLDEST_TRITON:
+        return (
+            f"Triton {'.'.join(map(str, triton_version()))} is older than "
+            f"{'.'.join(map(str, OLDEST_TRITON))}; install a newer torch or set fused=False"
+        )
     first = inputs[0].param.device
     for each in inputs:
         if each.rule.bands > 1:
@@ -129,6 +136,13 @@ def is_readable(lr: Tensor, device: torch.device) -> bool:
 def has_triton() -> bool:
     """Whether the compiler of the kernels is installed."""
     return importlib.util.find_spec("triton") is not None
+
+
+@lru_cache(maxsize=1)
+def triton_version() -> tuple[int, int]:
+    """The installed version, (major, minor)."""
+    major, minor = importlib.metadata.version("triton").split(".")[:2]
+    return int(major), int(minor)
 
 
 def is_interpreted() -> bool:
