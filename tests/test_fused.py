@@ -183,7 +183,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(value: float) -> None:
     for group in (params, clean_params):
         for param, grad in zip(group, good, strict=True):
             param.grad = grad.clone()
-    optimizer.step()  # goes on as if the bad step had not been
+    optimizer.step()  # as if the bad step had not happened
     clean.load_state_dict({**clean.state_dict()})
     clean.step()
     assert all(torch.equal(a, b) for a, b in zip(params, clean_params, strict=True))

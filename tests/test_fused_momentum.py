@@ -71,7 +71,7 @@ def test_without_a_clip(momentum: str, store: str, scale: str, more: dict[str, A
 
 
 def test_without_a_clip_next_to_others() -> None:
-    """Kinds that move at once and kinds that do not; one that is resumed has the same bits."""
+    """Launch groups with and without `apply` in one optimizer; a resumed run has the same bits."""
     shapes = [(9, 72), (33, 8), (70,), (12, 64)]
     grads = [problem(shape, steps=5, seed=i).grads for i, shape in enumerate(shapes)]
 
@@ -134,7 +134,7 @@ def test_a_skipped_step_changes_nothing(direction: dict[str, Any]) -> None:
     for key, value in optimizer.state[param].items():
         assert torch.equal(value, before[key]), key
     param.grad = grads[3].to(DEVICE)
-    optimizer.step()  # and what follows it is a step again
+    optimizer.step()  # the next step is taken
     assert optimizer.skipped == 1
     assert not torch.equal(param, weight)
 

@@ -388,7 +388,7 @@ def test_overflow_on_one_rank(ranks: Ranks) -> None:
 def goes_elsewhere(
     settings: dict[str, Any], shape: Shape, dtype: torch.dtype, layout: Layout, message: str
 ) -> None:
-    """It is refused where the kernels were asked for, and done all the same where they were not."""
+    """Refused with fused=True; without it, another backend takes the step."""
     mesh = mesh_for(layout)
     if mesh is None:
         return

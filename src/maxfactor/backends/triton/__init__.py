@@ -1,1 +1,12 @@
-"""The equations in Triton kernels: a fixed number of launches for a step."""
+"""The equations in Triton kernels: a fixed number of launches per step.
+
+`step` is the entrance: `make_step` plans, `FusedStep.step` launches. It uses
+
+- `settings_rows`: what the kernels need to know of the settings;
+- `local_parameters`, `plan`: which matrices and tiles there are, and who shares a launch;
+- `group_tables`, `buffers`, `inputs`, `status`: what is on the device, each with its owner;
+- `launches`: the launches, with their arguments;
+- `orthogonal`: the orthogonal direction, between two launches;
+- `rank_totals`, `rank_messages`, `messages`: sums and maxima over ranks, for sharded parameters;
+- `kernels`: the kernels.
+"""

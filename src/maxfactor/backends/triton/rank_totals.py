@@ -14,6 +14,7 @@ is skipped is part of the first message and stays on the device. Replicated tens
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -23,7 +24,6 @@ import torch
 from maxfactor.backends.triton.kernels.descriptors import RankSums
 from maxfactor.backends.triton.kernels.layout import (
     FINALIZE_WARPS,
-    INFINITY_BITS,
     Column,
     Counter,
     Flag,
@@ -89,8 +89,8 @@ class RankTotals:
         self._messages = RankMessages(step_io, owners, plan, rows, starts)
         self._in_order = uploads.to_device(owners, torch.int64)
         self._combined = uploads.to_device(rows, torch.int64)
-        fresh = [0, INFINITY_BITS.value, INFINITY_BITS.value]
-        self._fresh_extremes = uploads.to_device([fresh] * matrices, torch.int32)
+        fresh = [[0.0, math.inf, math.inf]] * matrices
+        self._fresh_extremes = uploads.to_device(fresh, torch.float32).view(torch.int32)
         self._list_tensors(plan, uploads)
         self._uncounted = uncounted_steps(plan, [step_io[index] for index in order])
 

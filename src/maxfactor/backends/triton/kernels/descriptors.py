@@ -114,6 +114,36 @@ class TileSpan(NamedTuple):
     cols: Any  # indices, int32
 
 
+class MatrixEntry(NamedTuple):
+    """A matrix, and what the tables say about it."""
+
+    k: Any  # its index
+    entry: Any  # pointer to its row of `Tables.matrices`
+    setting: Any  # pointer to the settings of its group
+    scalar: Any  # pointer to the scalars of its tensor
+    owner: Any  # its tensor
+    flags: Any
+
+
+class StepSize(NamedTuple):
+    """What a direction is multiplied by."""
+
+    alpha: Any
+    scale: Any  # alpha times what the direction is normalised by
+    t: Any  # the step
+
+
+class Target(NamedTuple):
+    """The weights of a tile, and how they are written."""
+
+    pointer: Any  # address of W
+    span: Any  # `TileSpan`
+    m: Any  # rows of the matrix
+    n: Any  # columns of the matrix
+    keep: Any  # what W is multiplied by: the decay
+    noise: Any  # `Noise`
+
+
 class Noise(NamedTuple):
     """What rounds a matrix: see `rounding.rounded`."""
 

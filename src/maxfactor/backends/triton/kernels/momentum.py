@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from maxfactor.backends.triton.kernels.descriptors import Noise, Piece, StoredMomentum
+from maxfactor.backends.triton.kernels.descriptors import Noise, StoredMomentum, Target
 from maxfactor.backends.triton.kernels.layout import (
     ADDRESS,
     BAND_SUM,
@@ -34,6 +34,7 @@ from maxfactor.backends.triton.kernels.tiles import (
     has_zeros,
     inverse_root,
     load_tile,
+    piece_of,
     sign_places,
     span_of,
     store_tile,
@@ -116,8 +117,8 @@ def with_momentum(
         keep, alpha = tl.load(scalar + SCALAR.KEEP), tl.load(scalar + SCALAR.ALPHA)
         key = noise_key(tables.seed_keys, tl.load(entry + COLUMN.GROUP), t)
         origin, stride = tl.load(entry + COLUMN.ORIGIN), tl.load(entry + COLUMN.STRIDE)
-        noise = Noise(key, origin, stride, flags)
         w_pointer = address_of(tables.pointers, entry, ADDRESS.WEIGHT, spec.p_dtype)
+        target = Target(w_pointer, span, m, n, keep, Noise(key, origin, stride, flags))
     agreement = tl.zeros([COLUMNS], tl.float32)
     power = tl.zeros([COLUMNS], tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)  # of the squares of y, or of those of the new W
@@ -125,8 +126,8 @@ def with_momentum(
     signs = tl.zeros([PIECE_ROWS, COLUMNS], tl.uint32)
     highest = tl.zeros([PIECE_ROWS], tl.float32)
     for number in tl.range(0, span.pieces, num_stages=MOMENTUM_STAGES):
-        rows = span.first_row + number * PIECE_ROWS + tl.arange(0, PIECE_ROWS)
-        piece = Piece(rows, cols, m, n)
+        piece = piece_of(span, number, m, n)
+        rows = piece.rows
         g = load_tile(pointer, piece, spec.g_dtype, spec.aligned)
         row_roots = factor_roots(r_pointer, rows, r_end, divisor)
         roots = inverse_roots(row_roots, col_roots, root_of_floor)
@@ -161,9 +162,7 @@ def with_momentum(
                     var_pointer = tl.load(entry + COLUMN.COL_VAR)
                     store_tile(var_pointer, v, piece, tl.float32, spec.aligned)
                 w = load_tile(w_pointer, piece, spec.p_dtype, spec.aligned)
-                w = write_weights(
-                    w_pointer, w, y * alpha, keep, noise, piece, spec.p_dtype, spec.aligned
-                )
+                w = write_weights(target, w, y * alpha, piece, spec.p_dtype, spec.aligned)
                 total += tl.sum(w * w, axis=0)
             elif spec.general:
                 total += tl.sum(y * y, axis=0)

@@ -15,18 +15,18 @@ from maxfactor.backends.triton.kernels.tiles import store_tile
 
 
 @triton.jit
-def write_weights(pointer, w, move, keep, noise, piece, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+def write_weights(target, w, move, piece, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Decay, move, round and write a piece of W; return what was written as float32.
 
     The result is computed in float32 and rounded once.
     """
-    w = w * keep - move  # (4)
+    w = w * target.keep - move  # (4)
     if tl.float32 != DTYPE:
-        if (noise.flags & FLAG.STOCHASTIC) != 0:
-            w = rounded(w, piece.rows, piece.cols, noise, DTYPE)
+        if (target.noise.flags & FLAG.STOCHASTIC) != 0:
+            w = rounded(w, piece.rows, piece.cols, target.noise, DTYPE)
         else:
             w = w.to(DTYPE).to(tl.float32)
-    store_tile(pointer, w, piece, DTYPE, ALIGNED)
+    store_tile(target.pointer, w, piece, DTYPE, ALIGNED)
     return w
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from maxfactor.backends.triton.kernels.descriptors import TileSpan
+from maxfactor.backends.triton.kernels.descriptors import Piece, TileSpan
 from maxfactor.backends.triton.kernels.layout import (
     ADDRESS,
     CHUNK,
@@ -119,3 +119,10 @@ def span_of(entry, tile, m):
     first_row = local // strips * TILE_ROWS
     pieces = tl.cdiv(tl.minimum(m.to(tl.int32) - first_row, TILE_ROWS), PIECE_ROWS)
     return TileSpan(first_row, pieces, local % strips * COLUMNS + tl.arange(0, COLUMNS))
+
+
+@triton.jit
+def piece_of(span, number, m, n):
+    """A piece of a tile."""
+    rows = span.first_row + number * PIECE_ROWS + tl.arange(0, PIECE_ROWS)
+    return Piece(rows, span.cols, m, n)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from maxfactor.backends.triton.kernels.descriptors import Noise, Piece
+from maxfactor.backends.triton.kernels.descriptors import MatrixEntry, Noise, StepSize, Target
 from maxfactor.backends.triton.kernels.layout import (
     ADDRESS,
     COLUMN,
     COLUMNS,
     COUNTER,
     FLAG,
-    PIECE_ROWS,
     SCALAR,
     SETTING,
     TINY,
@@ -24,6 +23,7 @@ from maxfactor.backends.triton.kernels.tiles import (
     address_of,
     inverse_root,
     load_tile,
+    piece_of,
     sign_places,
     span_of,
     store_tile,
@@ -83,15 +83,14 @@ def apply(
     m = tl.load(entry + COLUMN.ROWS)
     n = tl.load(entry + COLUMN.COLS)
     span = span_of(entry, tile, m)
-    cols, pieces = span.cols, span.pieces
     scalar = results.scalars + owner * SCALAR.COUNT
     keep = tl.load(scalar + SCALAR.KEEP)
     alpha = tl.load(scalar + SCALAR.ALPHA)
     t = tl.load(scalar + SCALAR.TIME)
     key = noise_key(tables.seed_keys, group, t)
     origin, stride = tl.load(entry + COLUMN.ORIGIN), tl.load(entry + COLUMN.STRIDE)
-    noise = Noise(key, origin, stride, flags)
     w_pointer = address_of(tables.pointers, entry, ADDRESS.WEIGHT, spec.p_dtype)
+    target = Target(w_pointer, span, m, n, keep, Noise(key, origin, stride, flags))
     place = results.row_max + tl.load(entry + COLUMN.ROW_SPACE)
     if spec.general:
         scale = alpha * tl.load(scalar + SCALAR.SCALE)
@@ -100,94 +99,133 @@ def apply(
     if not spec.momentum:  # which negates G itself, as M keeps it
         if (flags & FLAG.MAXIMIZE) != 0:
             scale = -scale
-    vector = spec.dense and (flags & FLAG.VECTOR) != 0
-    dense = spec.dense and (flags & FLAG.DENSE) != 0
-    total = tl.zeros([COLUMNS], tl.float32)
     by_signs = False
     if spec.signed:
+        dense = spec.dense and (flags & FLAG.DENSE) != 0
         by_signs = (dense == 0) & (tl.load(partials.unsigned + tile) == 0)
     if measure != 0:
-        for number in tl.range(0, pieces, num_stages=STAGES):
-            rows = span.first_row + number * PIECE_ROWS + tl.arange(0, PIECE_ROWS)
-            piece = Piece(rows, cols, m, n)
-            w = load_tile(w_pointer, piece, spec.p_dtype, spec.aligned)
-            total += tl.sum(w * w, axis=0)
+        total = measure_weights(target, STAGES, spec)
     elif by_signs:
         signs = tl.load(sign_places(sign_bits, tile)).to(tl.uint32, bitcast=True)
-        for number in tl.range(0, pieces, num_stages=STAGES):
-            rows = span.first_row + number * PIECE_ROWS + tl.arange(0, PIECE_ROWS)
-            piece = Piece(rows, cols, m, n)
-            w = load_tile(w_pointer, piece, spec.p_dtype, spec.aligned)
-            bits = tl.load(place + rows, mask=rows < m, other=0)
-            size = (bits.to(tl.float32, bitcast=True) * scale)[:, None]
-            move = with_signs(size, signs, number, pieces)  # (9)
-            w = write_weights(w_pointer, w, move, keep, noise, piece, spec.p_dtype, spec.aligned)
-            total += tl.sum(w * w, axis=0)
-        total = tl.where(cols < n, total, 0.0)  # outside, W was 0 and moved
+        total = move_by_signs(target, signs, place, scale, STAGES, spec)
     else:
-        g_pointer = address_of(tables.pointers, entry, ADDRESS.GRAD, spec.g_dtype)
-        floor = tl.load(setting + SETTING.VARIANCE_FLOOR)
-        whole = tl.load(results.update_max + owner)
-        inverse_scale = 1.0
-        if SCALED:
-            inverse_scale = 1.0 / tl.load(grad_scale)
-        orthogonal = spec.orthogonal and (flags & FLAG.ORTHOGONAL) != 0
-        if spec.momentum:
-            gain, share = tl.load(scalar + SCALAR.GAIN), tl.load(setting + SETTING.MIX)
-            factor, mean = tl.load(scalar + SCALAR.FACTOR), tl.load(scalar + SCALAR.MEAN)
-            stored = stored_momentum(entry, spec.store)
-            o_pointer = address_of(tables.pointers, entry, ADDRESS.ORTHOGONAL, spec.o_dtype)
-            divisor = tl.maximum(mean, TINY)
-        elif spec.general:
-            divisor = row_divisor(entry, setting, k, results, flags)
-        if spec.momentum or spec.general:
-            r_pointer, r_end = tl.load(entry + COLUMN.ROW_VAR), tl.where(dense, 0, m)
-            c_pointer = tl.load(entry + COLUMN.COL_VAR)
-            col_roots = factor_roots(c_pointer, cols, tl.where(dense, 0, n), 1.0)
-            root_of_floor = inverse_root(floor)
-        for number in tl.range(0, pieces, num_stages=STAGES):
-            rows = span.first_row + number * PIECE_ROWS + tl.arange(0, PIECE_ROWS)
-            piece = Piece(rows, cols, m, n)
-            g = load_tile(g_pointer, piece, spec.g_dtype, spec.aligned) * inverse_scale
-            w = load_tile(w_pointer, piece, spec.p_dtype, spec.aligned)
-            bits = tl.where(vector, whole, tl.load(place + rows, mask=rows < m, other=0))
-            size = (bits.to(tl.float32, bitcast=True) * scale)[:, None]
-            u, v = g, g
-            if dense:
-                v = dense_variance(entry, setting, t, g, piece, spec.aligned)
-                store_tile(tl.load(entry + COLUMN.COL_VAR), v, piece, tl.float32, spec.aligned)
-            if spec.momentum:  # the update once more, or the orthogonal direction
-                if orthogonal:
-                    u = load_tile(o_pointer, piece, spec.o_dtype, spec.aligned)
-                else:
-                    if dense:
-                        u *= factor * tl.rsqrt(tl.maximum(v, floor))
-                    else:
-                        row_roots = factor_roots(r_pointer, rows, r_end, divisor)
-                        u *= factor * inverse_roots(row_roots, col_roots, root_of_floor)
-                    if spec.stored:
-                        momentum = decode_momentum(stored, piece, spec.store, spec.aligned)
-                        u = momentum * gain + share * u
-            move = tl.where(u > 0.0, size, tl.where(u < 0.0, -size, 0.0))  # (9)
-            if spec.momentum:
-                if orthogonal:
-                    move = u * alpha
-                elif (flags & FLAG.SIGN) == 0:
-                    move = u * scale
-            elif dense:
-                if spec.general:
-                    if (flags & FLAG.SIGN) == 0:
-                        move = g * tl.rsqrt(tl.maximum(v, floor)) * scale
-                    if (flags & FLAG.BOOSTED) != 0:
-                        root = tl.maximum(tl.sqrt_rn(v) + tl.load(setting + SETTING.EPS1), TINY)
-                        up = tl.where((flags & FLAG.MAXIMIZE) != 0, -alpha, alpha)
-                        move = g / root * tl.load(setting + SETTING.BOOST) * up
-            elif spec.general:
-                if (flags & FLAG.SIGN) == 0:
-                    row_roots = factor_roots(r_pointer, rows, r_end, divisor)
-                    move = g * (scale * inverse_roots(row_roots, col_roots, root_of_floor))
-            w = write_weights(w_pointer, w, move, keep, noise, piece, spec.p_dtype, spec.aligned)
-            total += tl.sum(w * w, axis=0)  # 0 outside the matrix, where W and G were read as 0
+        matrix = MatrixEntry(k, entry, setting, scalar, owner, flags)
+        size = StepSize(alpha, scale, t)
+        total = move_by_update(
+            tables, results, matrix, target, size, place, grad_scale, SCALED, STAGES, spec
+        )
     tl.store(partials.weight_squares + tile, tl.sum(total, axis=0))
     if (tile == tl.load(entry + COLUMN.OWNER_TILE)) & (measure == 0):
         tl.store(tl.load(entry + COLUMN.STEP).to(tl.pointer_type(tl.float32)), t)
+
+
+@triton.jit
+def measure_weights(target, STAGES: tl.constexpr, spec: tl.constexpr):
+    """Sums of W² of a tile, by column."""
+    total = tl.zeros([COLUMNS], tl.float32)
+    for number in tl.range(0, target.span.pieces, num_stages=STAGES):
+        piece = piece_of(target.span, number, target.m, target.n)
+        w = load_tile(target.pointer, piece, spec.p_dtype, spec.aligned)
+        total += tl.sum(w * w, axis=0)
+    return total
+
+
+@triton.jit
+def move_by_signs(target, signs, row_max, scale, STAGES: tl.constexpr, spec: tl.constexpr):
+    """Move a tile by row maxima and packed signs; sums of the new W², by column."""
+    span, n = target.span, target.n
+    total = tl.zeros([COLUMNS], tl.float32)
+    for number in tl.range(0, span.pieces, num_stages=STAGES):
+        piece = piece_of(span, number, target.m, n)
+        w = load_tile(target.pointer, piece, spec.p_dtype, spec.aligned)
+        bits = tl.load(row_max + piece.rows, mask=piece.rows < target.m, other=0)
+        size = (bits.to(tl.float32, bitcast=True) * scale)[:, None]
+        move = with_signs(size, signs, number, span.pieces)  # (9)
+        w = write_weights(target, w, move, piece, spec.p_dtype, spec.aligned)
+        total += tl.sum(w * w, axis=0)
+    return tl.where(span.cols < n, total, 0.0)  # outside, W was 0 and moved
+
+
+@triton.jit
+def move_by_update(
+    tables,
+    results,
+    matrix,
+    target,
+    step,
+    row_max,
+    grad_scale,
+    SCALED: tl.constexpr,
+    STAGES: tl.constexpr,
+    spec: tl.constexpr,
+):
+    """Move a tile by an update that is computed from G; sums of the new W², by column."""
+    entry, setting, flags = matrix.entry, matrix.setting, matrix.flags
+    span, m, n = target.span, target.m, target.n
+    vector = spec.dense and (flags & FLAG.VECTOR) != 0
+    dense = spec.dense and (flags & FLAG.DENSE) != 0
+    total = tl.zeros([COLUMNS], tl.float32)
+    g_pointer = address_of(tables.pointers, entry, ADDRESS.GRAD, spec.g_dtype)
+    floor = tl.load(setting + SETTING.VARIANCE_FLOOR)
+    whole = tl.load(results.update_max + matrix.owner)
+    inverse_scale = 1.0
+    if SCALED:
+        inverse_scale = 1.0 / tl.load(grad_scale)
+    orthogonal = spec.orthogonal and (flags & FLAG.ORTHOGONAL) != 0
+    if spec.momentum:
+        gain, share = tl.load(matrix.scalar + SCALAR.GAIN), tl.load(setting + SETTING.MIX)
+        factor, mean = tl.load(matrix.scalar + SCALAR.FACTOR), tl.load(matrix.scalar + SCALAR.MEAN)
+        stored = stored_momentum(entry, spec.store)
+        o_pointer = address_of(tables.pointers, entry, ADDRESS.ORTHOGONAL, spec.o_dtype)
+        divisor = tl.maximum(mean, TINY)
+    elif spec.general:
+        divisor = row_divisor(entry, setting, matrix.k, results, flags)
+    if spec.momentum or spec.general:
+        r_pointer, r_end = tl.load(entry + COLUMN.ROW_VAR), tl.where(dense, 0, m)
+        c_pointer = tl.load(entry + COLUMN.COL_VAR)
+        col_roots = factor_roots(c_pointer, span.cols, tl.where(dense, 0, n), 1.0)
+        root_of_floor = inverse_root(floor)
+    for number in tl.range(0, span.pieces, num_stages=STAGES):
+        piece = piece_of(span, number, m, n)
+        rows = piece.rows
+        g = load_tile(g_pointer, piece, spec.g_dtype, spec.aligned) * inverse_scale
+        w = load_tile(target.pointer, piece, spec.p_dtype, spec.aligned)
+        bits = tl.where(vector, whole, tl.load(row_max + rows, mask=rows < m, other=0))
+        size = (bits.to(tl.float32, bitcast=True) * step.scale)[:, None]
+        u, v = g, g
+        if dense:
+            v = dense_variance(entry, setting, step.t, g, piece, spec.aligned)
+            store_tile(tl.load(entry + COLUMN.COL_VAR), v, piece, tl.float32, spec.aligned)
+        if spec.momentum:  # the update once more, or the orthogonal direction
+            if orthogonal:
+                u = load_tile(o_pointer, piece, spec.o_dtype, spec.aligned)
+            else:
+                if dense:
+                    u *= factor * tl.rsqrt(tl.maximum(v, floor))
+                else:
+                    row_roots = factor_roots(r_pointer, rows, r_end, divisor)
+                    u *= factor * inverse_roots(row_roots, col_roots, root_of_floor)
+                if spec.stored:
+                    momentum = decode_momentum(stored, piece, spec.store, spec.aligned)
+                    u = momentum * gain + share * u
+        move = tl.where(u > 0.0, size, tl.where(u < 0.0, -size, 0.0))  # (9)
+        if spec.momentum:
+            if orthogonal:
+                move = u * step.alpha
+            elif (flags & FLAG.SIGN) == 0:
+                move = u * step.scale
+        elif dense:
+            if spec.general:
+                if (flags & FLAG.SIGN) == 0:
+                    move = g * tl.rsqrt(tl.maximum(v, floor)) * step.scale
+                if (flags & FLAG.BOOSTED) != 0:
+                    root = tl.maximum(tl.sqrt_rn(v) + tl.load(setting + SETTING.EPS1), TINY)
+                    up = tl.where((flags & FLAG.MAXIMIZE) != 0, -step.alpha, step.alpha)
+                    move = g / root * tl.load(setting + SETTING.BOOST) * up
+        elif spec.general:
+            if (flags & FLAG.SIGN) == 0:
+                row_roots = factor_roots(r_pointer, rows, r_end, divisor)
+                move = g * (step.scale * inverse_roots(row_roots, col_roots, root_of_floor))
+        w = write_weights(target, w, move, piece, spec.p_dtype, spec.aligned)
+        total += tl.sum(w * w, axis=0)  # 0 outside the matrix, where W and G were read as 0
+    return total
