@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -490,3 +491,15 @@ def test_the_loss_reads_nothing_on_the_host(tmp_path: Path) -> None:
     on_meta = [x.to("meta") for x in (data.features, data.labels)]
     model.to("meta")  # type: ignore[arg-type]  # mistaken by a decorator's types
     loss_of(model, *on_meta).backward()
+
+
+def test_the_readme_names_every_result_and_picture() -> None:
+    """And every command in it is one of the scripts."""
+    text = (RESULTS.parent / "README.md").read_text()
+    pictures = RESULTS.parent.parent / "docs" / "pictures"
+    for path in (*RESULTS.iterdir(), *pictures.iterdir()):
+        assert f"`{path.name}`" in text
+    for script in set(re.findall(r"(?:timing|studies|figures)/\w+\.py", text)):
+        assert (RESULTS.parent / script).exists()
+    for table in TABLES:
+        assert re.search(rf"[ ,`]{table}[ ,`]", text)
