@@ -14,6 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from maxfactor_speech.bench.shapes import MODELS, Shape, elements, shapes
 from maxfactor_speech.bench.step_time import WARM_UP, Several, circumstances, state_bytes
@@ -31,6 +32,7 @@ __all__ = [
     "Shape",
     "circumstances",
     "elements",
+    "every_kind",
     "milliseconds",
     "shapes",
     "state_bytes_per_parameter",
@@ -46,6 +48,11 @@ RESULTS = Path(__file__).resolve().parent / "results"
 def state_bytes_per_parameter(optimizers: Sequence[Optimizer], parameters: int) -> float:
     """Bytes of all tensors in the optimizers' states, each counted once, per parameter."""
     return state_bytes(Several(*optimizers)) / parameters
+
+
+def every_kind() -> nn.Module:
+    """A model with every kind of layer that `for_model` knows, except a head."""
+    return nn.Sequential(nn.Embedding(9, 4), nn.Conv1d(4, 4, 3), nn.Linear(4, 4))
 
 
 def milliseconds(call: Callable[[], object], device: str, repeats: int) -> float:

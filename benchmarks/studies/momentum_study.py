@@ -108,7 +108,7 @@ COMMANDS = ("check", "report")
 
 
 def rows_of(table: str, options: argparse.Namespace) -> list[Entry]:
-    """The rows of a table as the command line wants them."""
+    """The rows of a table that the command line selects."""
     rows = entries_of(table, is_quick=options.quick, recipe_decay=options.decay == "recipe")
     return [row for row in rows if re.search(options.only, f"{table}: {row.name}")]
 
@@ -160,7 +160,7 @@ def run_tables(
 
 
 def with_bases(runs: list[Run], cache: Path) -> list[Run]:
-    """Runs that can start, with those before them whose model others are waiting for."""
+    """Runs that can start; first the training of models that fine-tuning starts from."""
     bases = {run.size: english_base(run) for run in runs if run.start is not None}
     missing = [base for base in bases.values() if not base_path(base, cache).exists()]
     return [*missing, *(run for run in runs if run.start is None)] if missing else runs
@@ -209,9 +209,9 @@ def checked(
 
 
 def report(options: argparse.Namespace) -> None:
-    """Put what OUT knows into the results files, and print every table.
+    """Merge the runs in OUT into the results files, and print every table.
 
-    Rows that OUT knows nothing of stay as they are. Without runs in OUT nothing is written.
+    Rows without a run in OUT stay as they are. Without any, nothing is written.
     """
     results = Results.read(options.out)
     for file, tables in FILES.items():
@@ -241,7 +241,7 @@ def heading(written: Record, out: Path) -> Record:
 def write_runs(
     path: Path, tables: Sequence[str], results: Results, options: argparse.Namespace
 ) -> None:
-    """Write the runs of some tables line by line, with those that the file has already."""
+    """Write the runs of some tables line by line, after those already in the file."""
     stored = read_runs(path) if path.exists() else {}
     rows = [row for table in tables for row in rows_of(table, options)]
     used = {key for row in rows for key in keys_of(row, results)}

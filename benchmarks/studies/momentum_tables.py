@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 ADAMW = (5e-4, 1e-3, 2e-3, 4e-3)
 OURS = (0.005, 0.01, 0.02, 0.04)
 FIXED = (0.95, 0.9, 0.98, 0.8)
-NO_CLIP = 1e9  # of the update; infinity is no JSON
-LONG = {"hidden": {"momentum": 0.95}}  # what `quality` had at first
+NO_CLIP = 1e9  # of the update; JSON has no infinity
+LONG = {"hidden": {"momentum": 0.95}}  # the first form of `quality`
 # A model that learnt English with AdamW learns German.
 GERMAN: dict[str, Any] = {"language": "de", "start": "english", "train": 600, "steps": 500}
 
@@ -57,7 +57,7 @@ def short_table() -> list[Entry]:
 
 
 def vectors_table() -> list[Entry]:
-    """What `quality` does with everything but the hidden matrices, which remember by 0.95 here."""
+    """Layers other than hidden matrices in `quality`; hidden ones have momentum 0.95 here."""
     rates = (0.01, 0.02, 0.04)
     longer = {"momentum": fam()}
     found = [
@@ -95,7 +95,7 @@ def vectors_table() -> list[Entry]:
 
 
 def momentum_table() -> list[Entry]:
-    """What FAM has besides its longest memory, with a clip of the update; without momentum."""
+    """The parts of FAM one by one, with a clip of the update; and no momentum."""
     momentums: dict[str, Any] = {
         **{f"FAM up to {b:g}": fam(beta_max=b) for b in (0.95, 0.98, 0.9)},
         "EMA 0.95": 0.95,
@@ -117,7 +117,7 @@ BATCHES = (
 
 
 def signs_table() -> list[Entry]:
-    """FAM and fixed memories at three batch sizes, moving by signs."""
+    """FAM and fixed momentum at three batch sizes, with the direction `sign_max`."""
     momentums: dict[str, Any] = {f"FAM up to {b:g}": fam(beta_max=b) for b in (0.95, 0.92, 0.98)}
     momentums |= {f"EMA {beta:g}": beta for beta in FIXED if beta < 0.98}
     return [
@@ -136,7 +136,7 @@ def signs_table() -> list[Entry]:
 
 
 def batch_table() -> list[Entry]:
-    """FAM and fixed memories at three batch sizes, in `fast`, and with it as at first."""
+    """FAM and fixed momentum at three batch sizes, in `fast` and in its first form."""
     found = []
     for batch, steps, rates in BATCHES:
         size: dict[str, Any] = {"batch": batch, "steps": steps}
@@ -157,7 +157,7 @@ def batch_table() -> list[Entry]:
 
 
 def range_table() -> list[Entry]:
-    """How far a learning rate may be off, up to ten times the usual one."""
+    """Learning rates up to ten times the usual one."""
     adamw = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 2e-2)
     ours = (0.005, 0.01, 0.02, 0.04, 0.08, 0.2)
     finer = (0.01, 0.0175, 0.02, 0.028, 0.04, 0.07, 0.08, 0.2)
@@ -174,7 +174,7 @@ def range_table() -> list[Entry]:
 
 
 def stores_table() -> list[Entry]:
-    """How the momentum is kept, each recipe at its best rate of `main`."""
+    """Momentum in float32, int8 and bfloat16, each recipe at its best rate in `main`."""
     longer: dict[str, Any] = {"momentum": fam(beta_max=0.95), "d": 1.0}
     found = []
     for store in ("fp32", "int8", "bf16"):
@@ -188,7 +188,7 @@ def stores_table() -> list[Entry]:
 
 
 def lean_table() -> list[Entry]:
-    """Without momentum: the rate of vectors, the clip, what the step is scaled by, weight decay."""
+    """Variants of `lean`: learning rate of vectors, clip, scale, weight decay."""
     rates, two = (0.01, 0.02, 0.04), (0.02, 0.04)
     current = {"vector": {"scale": "current"}}
     return [
@@ -205,7 +205,7 @@ def lean_table() -> list[Entry]:
 
 
 def quality_table() -> list[Entry]:
-    """What else `quality` could be, in half the steps; hidden matrices remember by 0.95 here."""
+    """Alternatives to `quality` with half the steps; hidden matrices have momentum 0.95 here."""
     changes: dict[str, dict[str, Any]] = {
         "FAM up to 0.92, no clip": {},
         "vectors at a quarter of the rate": {"by_kind": QUARTER},
@@ -239,7 +239,7 @@ def quality_table() -> list[Entry]:
 
 
 def memory_table() -> list[Entry]:
-    """How long hidden matrices remember in `quality`, and in Muon."""
+    """Momentum of hidden matrices in `quality` and in Muon."""
     rates = (0.01, 0.02, 0.04)
     spans: dict[str, tuple[tuple[float, ...], tuple[float, ...], dict[str, Any]]] = {
         "half the steps": ((0.9, 0.85, 0.8, 0.95), rates[1:], {"steps": 750}),
@@ -263,9 +263,9 @@ def memory_table() -> list[Entry]:
 
 
 def fast_table() -> list[Entry]:
-    """What else `fast` could be: from scratch, and in fine-tuning on 600 utterances.
+    """Alternatives to `fast`: from scratch, and in fine-tuning on 600 utterances.
 
-    All rows are changes of what it was at first.
+    Every row changes the first form of `fast`.
     """
     current = {"vector": {"scale": "current"}}
     longer = fam(beta_max=0.98)
@@ -375,9 +375,9 @@ def fast_table() -> list[Entry]:
 
 
 def directions_table() -> list[Entry]:
-    """Each direction with and without momentum, and what it scales by, in half the steps.
+    """Each direction with each momentum and scale, with half the steps.
 
-    Orthogonal is for hidden matrices; the others then stay as in `quality`.
+    The orthogonal direction is for hidden matrices; other layers stay as in `quality`.
     """
     momentums: dict[str, dict[str, Any]] = {
         "EMA 0.9, nesterov": {"momentum": 0.9, "nesterov": True},
@@ -424,10 +424,10 @@ def bands_table() -> list[Entry]:
 
 
 def finetune_table() -> list[Entry]:
-    """A model that learnt English with AdamW learns another language.
+    """A model trained on English with AdamW learns another language.
 
-    In 500 steps from few utterances, where all rates have all seeds, since the best lie close
-    together; in few steps; and from many utterances.
+    In 500 steps from few utterances, with three seeds at every rate because the best rates are
+    close; in few steps; and from many utterances.
     """
     judged: dict[str, tuple[float, ...]] = {
         "adamw": (1e-4, 3e-4, 1e-3, 2e-3, 4e-3),

@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 import maxfactor
+from measurement import Record, every_kind
 from speech_application import make_optimizer
 
 if TYPE_CHECKING:
-    from measurement import Record
+    from torch import nn
 
 PEERS = ("adamw", "adafactor", "lion", "muon")
 # Width, layers (of a Whisper on each side), heads.
@@ -144,9 +144,8 @@ UNWRITTEN: Record = {
 
 
 def group_settings(run: Run) -> dict[str, Record]:
-    """The settings of a recipe by kind of layer, for a model that has every kind but a head."""
-    layers = nn.Embedding(9, 4), nn.Conv1d(4, 4, 3), nn.Linear(4, 4)
-    optimizer = recipe_optimizer(run, nn.Sequential(*layers).to("meta"), on_cuda=False)
+    """The settings of a recipe by kind of layer."""
+    optimizer = recipe_optimizer(run, every_kind().to("meta"), on_cuda=False)
     return {group["kind"]: _written(group) for group in optimizer.param_groups}
 
 

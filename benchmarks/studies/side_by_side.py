@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from measurement import Record
     from studies.runs import Run
 
-ATTEMPTS = 2  # at a run that fails; the second without graphs
+ATTEMPTS = 2  # at a run that fails; the second one without CUDA graphs
 STOPPED_WITHIN = 5.0  # seconds that a worker has to end
 PROBED_WITHIN = 45.0  # seconds that MPS has to answer
 MPS_VARIABLES = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
@@ -63,7 +63,7 @@ class Workers:
         deadline: float,
         keep: Callable[[Record], None],
     ) -> bool:
-        """Do what is pending, which may grow with what is kept; return whether all was done."""
+        """Do pending runs, of which finished ones may cause more; return whether all were done."""
         try:
             while (left := deadline - time.monotonic()) > 0.0:
                 self._hand_out(pending())

@@ -1,4 +1,4 @@
-"""What stored runs say about the rows of a table: what to run next, and the table itself."""
+"""From finished runs to the rows of a table: which runs are missing, and the table itself."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def hopeless(run: Run, results: Results) -> bool:
 
 
 def cost(found: Sequence[Record], measure: str) -> tuple[float, float]:
-    """What is to be low: the error, and among equals the training loss."""
+    """What is minimised: the error, and among equals the training loss."""
     lost = [math.inf if record["loss"] is None else record["loss"] for record in found]
     return mean(errors(found, measure)), mean(lost)
 
@@ -133,12 +133,12 @@ def summary(row: Entry, results: Results) -> Record:
     }
     if not tried:
         return found
-    # Rates are judged by the same seeds, also while some are missing.
+    # Rates are compared on the same seeds, also while some runs are missing.
     common = min(len(found) for found in tried.values())
     judged = {lr: tried[lr][:common] for lr in tried}
     best = min(judged, key=lambda lr: cost(judged[lr], measure))
     full = {lr: tried[lr] for lr in tried if len(tried[lr]) == row.seeds}
-    if best in full:  # and maybe others, and all seeds are a better guide than one
+    if best in full:  # all seeds are a better guide than one
         best = min(full, key=lambda lr: cost(full[lr], measure))
     chosen = tried[best]
     by_rate = {lr: errors(own, measure) for lr, own in tried.items()}
@@ -230,7 +230,7 @@ def merged(stored: Sequence[Record], new: Sequence[Record]) -> list[Record]:
 
 
 def markdown(rows: Sequence[Record]) -> str:
-    """A table as Markdown; columns of which no row knows anything are left out."""
+    """A table as Markdown, without columns that are empty in every row."""
     lines = [_cells(row) for row in rows]
     titles = [title for title in lines[0] if any(line[title] for line in lines)]
     table = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]

@@ -38,7 +38,7 @@ class Task(Protocol):
         """The loss of a step, whose number is a tensor (1,) on the device."""
 
     def measured(self) -> Record:
-        """What the trained model is worth."""
+        """Errors of the trained model on unseen data."""
 
 
 def task_of(run: Run, cache: Path, device: torch.device, sets: FeatureSets) -> Task:
@@ -166,7 +166,7 @@ class Training:
             event.synchronize()
 
     def outcome(self) -> Record:
-        """What a finished training knows of itself."""
+        """Loss, time and state of a finished training."""
         losses = self.losses[: self.taken].cpu()
         nan = not bool(losses.isfinite().all())
         smooth = losses.unfold(0, min(SMOOTH, len(losses)), 1).mean(dim=1)
@@ -195,14 +195,14 @@ def perform(run: Run, cache: Path, device: torch.device, sets: FeatureSets, mode
     record = {"key": run.key, "run": run.described, **training.outcome()}
     if run.optimizer not in PEERS:
         record["groups"] = group_settings(run)
-    record |= useless(run) if record["nan"] else training.task.measured()
+    record |= worst(run) if record["nan"] else training.task.measured()
     record["diverged"] = record["nan"] or record["loss"] > 1.5 * record["lowest_loss"]
     record["all_seconds"] = round(time.perf_counter() - begun, 2)
     return record
 
 
-def useless(run: Run) -> Record:
-    """What a model whose weights are NaN is worth: every word wrong, or eight bits per byte."""
+def worst(run: Run) -> Record:
+    """The error of a model whose loss became NaN: every word wrong, or eight bits per byte."""
     if run.task == "language":
         return {"bits": 8.0}
     return {"wer": 100.0} | ({"english_wer": 100.0} if run.start else {})

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, ones
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,7 +38,16 @@ from maxfactor.rule.newton_schulz import steps_at_a_time
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
-from measurement import MODELS, Record, Shape, circumstances, elements, shapes, write_json
+from measurement import (
+    MODELS,
+    Record,
+    Shape,
+    circumstances,
+    elements,
+    every_kind,
+    shapes,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -249,8 +258,7 @@ def optimizer_for(contender: str, params: Mapping[str, Tensor]) -> torch.optim.O
 @functools.cache
 def recipe_settings(recipe: str) -> dict[str, Record]:
     """The settings that `for_model` gives each kind of layer."""
-    layers = nn.Embedding(9, 4), nn.Conv1d(4, 4, 3), nn.Linear(4, 4)
-    optimizer = maxfactor.for_model(nn.Sequential(*layers), recipe)
+    optimizer = maxfactor.for_model(every_kind(), recipe)
     names = ("params", "param_names", "kind")
     return {
         group["kind"]: {name: value for name, value in group.items() if name not in names}

@@ -112,7 +112,7 @@ TRACED = 4  # steps
 
 
 def traced(trainer: Trainer, first: int, path: Path) -> None:
-    """Take a few steps again and write what host and GPU did, for chrome://tracing."""
+    """Repeat a few steps and write a trace of host and GPU for chrome://tracing."""
     trainer.step = first
     with torch.profiler.profile() as profile:
         advance(trainer, TRACED)
@@ -120,7 +120,7 @@ def traced(trainer: Trainer, first: int, path: Path) -> None:
 
 
 def advance(trainer: Trainer, steps: int) -> float:
-    """Train so many steps as `maxfactor train` does, and return the seconds."""
+    """Train some steps as `maxfactor train` does, and return the seconds."""
     batches = trainer.batches()
     until = trainer.step + steps
     try:
@@ -143,11 +143,11 @@ def audio_seconds(prepared: Prepared, settings: Settings, first: int, steps: int
 
 
 def busy(trainer: Trainer, first: int, window: int) -> Record:
-    """The share of time in which kernels ran, in steps that were taken before; null on a CPU."""
+    """The share of time in which kernels run, in repeated steps; null on a CPU."""
     names = ("busy", "busy_profiled", "kernels_per_step", "kernel_ms_per_step", "ms_per_step")
     if trainer.device.type != "cuda":
         return dict.fromkeys(names)
-    trainer.step = first  # batches follow from it
+    trainer.step = first  # which decides the batches
     seconds = advance(trainer, window)
     trainer.step = first
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
