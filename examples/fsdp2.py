@@ -2,11 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/fsdp2.py
     torchrun --nproc-per-node 3 examples/fsdp2.py --checkpoint out/fsdp2    # saves there
-    torchrun --nproc-per-node 2 examples/fsdp2.py --checkpoint out/fsdp2    # goes on from there
+    torchrun --nproc-per-node 2 examples/fsdp2.py --checkpoint out/fsdp2    # resumes from there
 
-With GPUs each process takes one and they talk over NCCL, without them over gloo. The model learns
-the characters of this file. What MaxFactor needs to know of FSDP is one line: build it after
-`fully_shard`.
+Processes use one GPU each and NCCL, or the CPU and gloo. The model learns the bytes of this file.
+FSDP needs no setting of MaxFactor: build the optimizer after `fully_shard`.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, 256)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Return logits for the next byte after each of all positions."""
+        """Return logits of the byte that follows each position."""
         length = text.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
         x = self.embedding(text) + self.positions.weight[:length]
@@ -65,8 +64,8 @@ class Model(nn.Module):
 
 
 def build(recipe: str, mesh: DeviceMesh) -> tuple[nn.Module, maxfactor.MaxFactor]:
-    """A sharded model and its optimizer: a few rows of every matrix for each rank."""
-    torch.manual_seed(0)  # the same weights on all ranks, of which each keeps its part
+    """A sharded model and its optimizer; each rank holds a few rows of every matrix."""
+    torch.manual_seed(0)  # the same weights on all ranks, before each keeps its shard
     model = Model().to(mesh.device_type)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
@@ -89,7 +88,7 @@ def train(
     model: nn.Module, optimizer: maxfactor.MaxFactor, steps: int, mesh: DeviceMesh
 ) -> list[float]:
     """Take some steps; return the loss of each, averaged over the ranks."""
-    generator = torch.Generator().manual_seed(dist.get_rank())  # every rank reads other text
+    generator = torch.Generator().manual_seed(dist.get_rank())  # every rank reads different text
     losses = []
     for _ in range(steps):
         loss = loss_of(model, batch(generator, mesh.device_type))
@@ -103,13 +102,13 @@ def train(
 
 
 def save(model: nn.Module, optimizer: maxfactor.MaxFactor, folder: Path) -> None:
-    """Each rank writes its shards; the checkpoint knows the whole tensors."""
+    """Each rank writes its shards; the checkpoint describes the whole tensors."""
     weights, state = get_state_dict(model, optimizer)
     write({"model": weights, "optimizer": state}, checkpoint_id=folder)
 
 
 def load(model: nn.Module, optimizer: maxfactor.MaxFactor, folder: Path) -> None:
-    """Read what this rank needs, whatever the number of ranks that wrote it."""
+    """Read this rank's shards, whatever number of ranks wrote the checkpoint."""
     weights, state = get_state_dict(model, optimizer)
     content: dict[str, Any] = {"model": weights, "optimizer": state}
     read(content, checkpoint_id=folder)
@@ -119,7 +118,7 @@ def load(model: nn.Module, optimizer: maxfactor.MaxFactor, folder: Path) -> None
 
 
 def run(recipe: str, steps: int, folder: Path, mesh: DeviceMesh) -> None:
-    """Train, save, load into a model and an optimizer that know nothing, and train on."""
+    """Train, save, load into a new model and optimizer, and compare their next steps."""
     say = print if dist.get_rank() == 0 else (lambda *_: None)
     model, optimizer = build(recipe, mesh)
     if (folder / ".metadata").exists():
@@ -137,11 +136,11 @@ def run(recipe: str, steps: int, folder: Path, mesh: DeviceMesh) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Set up what torchrun started."""
+    """Set up the process group that torchrun started, and run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--recipe", default="quality")
-    parser.add_argument("--checkpoint", type=Path, help="a folder to save to and to go on from")
+    parser.add_argument("--checkpoint", type=Path, help="folder to save to and to resume from")
     options = parser.parse_args(argv)
     if options.steps < 1:
         parser.error(f"--steps must be at least 1, got {options.steps}")
@@ -153,10 +152,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     with tempfile.TemporaryDirectory() as scratch:
-        folders = [str(options.checkpoint or scratch)]  # that of the first rank, for all of them
+        folders = [str(options.checkpoint or scratch)]  # all ranks use that of the first
         dist.broadcast_object_list(folders)
         run(options.recipe, options.steps, Path(folders[0]), mesh)
-        dist.barrier()  # nobody takes the folder away from the others
+        dist.barrier()  # the first rank must not delete the folder while others read it
     dist.destroy_process_group()
 
 

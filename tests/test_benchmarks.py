@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,22 +14,31 @@ from typing import Any
 import jiwer
 import pytest
 import torch
-from maxfactor_speech.model import loss_of
 from typer.testing import CliRunner
 
-import digits_study
-import fam_pictures
-import gpu_busy
-import language_study
 import maxfactor
-import momentum_study
-import speech_data
-import speech_runs
-import training_step
+from figures import fam_pictures
 from maxfactor_speech.bench import shapes, step_time
 from maxfactor_speech.cli import app
-from momentum_tables import TABLES, Entry, entries_of, entry
-from momentum_variants import variant
+from measurement import RESULTS, Record, milliseconds, write_json
+from speech_application import loss_of
+from studies import fam_spectrum, momentum_study, speech_task
+from studies.entries import Entry, entry
+from studies.momentum_tables import FILES, TABLES, entries_of
+from studies.runs import PEERS, Run, group_settings, key_of, make_optimizers, quick
+from studies.speech_task import FeatureSets
+from studies.summary import (
+    Results,
+    due,
+    markdown,
+    merged,
+    read_runs,
+    smooth_range,
+    summary,
+    usable_range,
+)
+from studies.training import perform
+from timing import gpu_busy, training_step
 
 
 @pytest.fixture(autouse=True)
@@ -152,16 +162,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert {"torch AdamW", "torch AdamW fused"} <= {row["optimizer"] for row in rows}
 
 
-def test_speech_data_is_measured(tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
-    cache = str(tmp_path / "cache")
-    speech_data.main(["--utterances=60", "--batches=2", "--cache", cache, "--out", str(out)])
-    [row] = json.loads(out.read_text())["rows"]
-    assert row["utterances"] == 60
-    assert row["times_real_time_per_core"] > 0
-    assert {"own_megabytes", "mapped_megabytes"} <= row.keys()
-
-
 def test_how_busy_a_gpu_is(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     gpu_busy.main(["--quick", "--cache", str(tmp_path), "--out", str(out)])
@@ -177,142 +177,85 @@ def test_time_with_a_kernel_counts_once() -> None:
     assert gpu_busy.covered([]) == 0.0
 
 
+def test_a_warm_up_is_not_timed() -> None:
+    calls: list[int] = []
+    assert milliseconds(lambda: calls.append(1), "cpu", repeats=2) >= 0.0
+    assert len(calls) == step_time.WARM_UP + 2
+
+
+def test_lists_are_written_on_one_line(tmp_path: Path) -> None:
+    write_json(tmp_path / "new" / "a.json", {"a": [1, 2], "b": {"c": [{"d": [3]}]}})
+    text = (tmp_path / "new" / "a.json").read_text()
+    assert json.loads(text) == {"a": [1, 2], "b": {"c": [{"d": [3]}]}}
+    assert '"a": [ 1, 2 ]' in text
+
+
 def test_share_of_a_training_step(tmp_path: Path) -> None:
     report = training_step.main(["--quick", "--out", str(tmp_path / "share.json")])
     assert json.loads((tmp_path / "share.json").read_text())["rows"] == report["rows"]
     assert [row["optimizer"] for row in report["rows"]] == [
-        "1.0", "lean", "fam", "speech", "torch AdamW fused",
+        "published-1.0", "lean", "fast", "quality", "torch AdamW fused",
     ]  # fmt: skip
     assert all(0.0 < row["share"] < 1.0 for row in report["rows"])
 
 
-def test_fam_pictures(tmp_path: Path) -> None:
+def test_spectrum_and_pictures(tmp_path: Path) -> None:
     """Two short trainings, what FAM saw of each matrix, and all pictures."""
-    out = tmp_path / "pictures"
-    fam_pictures.main(["--quick", "--out", str(out), "--cache", str(tmp_path / "cache")])
-    text = (out / "fam_spectrum.json").read_text()
+    spectrum, cache = tmp_path / "spectrum.json", tmp_path / "cache"
+    fam_spectrum.main(["--quick", "--out", str(spectrum), "--cache", str(cache)])
+    text = spectrum.read_text()
     result = json.loads(text)
     one, several = result["trainings"]
     assert (one["bands"], several["bands"]) == (1, 8)
     for training in (one, several):
         parts = [matrix["part"] for matrix in training["matrices"].values()]
-        assert list(dict.fromkeys(parts)) == list(fam_pictures.PARTS.values())
+        assert list(dict.fromkeys(parts)) == list(fam_spectrum.PARTS.values())
         for matrix in training["matrices"].values():
             for beta, rho in zip(matrix["beta"], matrix["rho"], strict=True):
                 assert len(beta) == len(training["steps"])
                 for step, at, coherence in zip(training["steps"], beta, rho, strict=True):
                     expected = 0.9 if step < 20 else min(max(1 - coherence, 0.5), 0.98)
-                    assert at == pytest.approx(expected, abs=2e-3)  # three digits are kept
+                    assert at == pytest.approx(expected, abs=2e-3)  # three digits are stored
             assert len(matrix["power"]) == training["bands"]
-    pictures = {path.stem: path.read_text() for path in out.glob("*.svg")}
-    assert pictures.keys() == {"coherence", "beta", "bands", "rates", "main"}
-    assert all(picture.rstrip().endswith("</svg>") for picture in pictures.values())
-    fam_pictures.main(["--draw", "--out", str(out)])  # the same numbers, the same files
-    assert {path.stem: path.read_text() for path in out.glob("*.svg")} == pictures
-    assert {"date", "machine", "versions", "command"} <= result.keys()
-    assert socket.gethostname() not in text
-    assert str(tmp_path) not in text
+    check_publishable(text, tmp_path)
+    drawn = []
+    for out in (tmp_path / "first", tmp_path / "again"):  # the same numbers, the same files
+        fam_pictures.main(["--spectrum", str(spectrum), "--out", str(out)])
+        drawn.append({path.stem: path.read_text() for path in out.glob("*.svg")})
+    assert drawn[0].keys() == {"coherence", "beta", "bands", "rates", "main"}
+    assert all(picture.rstrip().endswith("</svg>") for picture in drawn[0].values())
+    assert drawn[0] == drawn[1]
 
 
-def in_this_process(work: Callable[[Any], Any], runs: list[Any], _jobs: int) -> Iterator[Any]:
-    return map(work, runs)
+def check_publishable(text: str, folder: Path) -> None:
+    """The machine is described, and nothing says whose it is."""
+    for part in ('"date"', '"machine"', '"versions"'):
+        assert part in text
+    for private in (socket.gethostname(), str(Path.home()), str(folder)):
+        assert private not in text
 
 
-def test_digits_study(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two rows, then a third: those that were not run again stay as they are."""
-    out = tmp_path / "digits.json"
-    where = ["--out", str(out), "--cache", str(tmp_path / "cache")]
-    digits_study.main(["--quick", "--only", "lean, clip.* 1(,|$)", "--jobs", "1", *where])
-    text = out.read_text()
-    result = json.loads(text)
-    assert [row["lr"] for row in result["rows"]] == [0.01, 0.01]
-    assert all(len(row["wer"]) == 1 for row in result["rows"])
-    assert "| lean, clip of the update at 1 | 0.01 |" in capsys.readouterr().out
-    assert {"date", "machine", "versions", "command"} <= result.keys()
-    assert socket.gethostname() not in text
-    assert str(tmp_path) not in text
-    # Once in processes is enough.
-    monkeypatch.setattr(digits_study, "in_processes", in_this_process)
-    digits_study.main(["--quick", "--only", "lean, clip.* 1.5", "--jobs", "1", *where])
-    again = json.loads(out.read_text())["rows"]
-    assert again[::2] == result["rows"]  # what was not run stays
-    assert again[1]["name"] == "lean, clip of the update at 1.5"
-
-
-def test_language_study(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In this process, which has imported transformers already."""
-    monkeypatch.setattr(language_study, "in_processes", in_this_process)
-    out = tmp_path / "language.json"
-    language_study.main(["--quick", "--only", "lean", "--jobs", "1", "--out", str(out)])
-    result = json.loads(out.read_text())
-    [row] = result["rows"]
-    assert 0.0 < row["bits"][0] < 10.0  # an untrained one has about 8
-    assert "| lean | 0.01 |" in capsys.readouterr().out
-    assert {"date", "machine", "versions", "command", "bytes"} <= result.keys()
-    assert str(tmp_path) not in out.read_text()
-
-
-def test_what_the_language_study_runs_next() -> None:
-    """All rates, one beyond the edge where the best lies, then the other seeds."""
-    rates = language_study.RATES["lean"]
-    done: dict[language_study.Run, dict[str, float]] = {}
-    first = language_study.missing("lean", done)
-    assert first == [language_study.Run("lean", lr) for lr in rates]
-    done |= {run: {"bits": 1.0 / run.lr} for run in first}
-    beyond = language_study.Run("lean", 2.0 * rates[-1])
-    assert language_study.missing("lean", done) == [beyond]
-    done[beyond] = {"bits": 99.0}
-    seeds = [language_study.Run("lean", rates[-1], seed) for seed in (1, 2)]
-    assert language_study.missing("lean", done) == seeds
-    done |= {run: {"bits": 1.0} for run in seeds}
-    assert language_study.missing("lean", done) == []
-
-
-def test_the_recipes_of_the_digits_study() -> None:
-    rows = {row.name: row for row in digits_study.ROWS}
-    assert len(rows) == len(digits_study.ROWS)
-    changed = digits_study.changed_recipe(
-        rows["fam, memory up to 0.88, norms and biases at a quarter of the rate"]
-    )
-    assert changed.settings("vector", 0.08)["lr"] == 0.02
-    assert changed.settings("hidden", 0.08)["lr"] == 0.08
-    assert changed.settings("hidden")["momentum"] == maxfactor.FAM(beta_max=0.88)
-    shorter = digits_study.changed_recipe(rows["speech, memory of 0.8"])
-    assert shorter.settings("hidden")["momentum"] == 0.8
-    assert shorter.settings("hidden")["direction"] == "orthogonal"
-    assert shorter.settings("vector", 0.08)["lr"] == 0.08  # as at first
-    clipped = digits_study.changed_recipe(rows["lean, clip of the update at 1.5"])
-    assert clipped.settings("hidden")["d"] == 1.5
-    assert clipped.settings("vector", 0.08)["lr"] == 0.08
-    weight = torch.nn.Parameter(torch.ones(2, 2))
-    for name, momentum in (("muon", 0.95), ("muon, memory of 0.9", 0.9)):
-        with digits_study.changed(rows[name]):
-            assert torch.optim.Muon([weight]).defaults["momentum"] == momentum
-
-
-def test_a_filter_of_one_number() -> None:
-    """A constant comes through as it is, from the first step on; so do a memory's means."""
-    assert fam_pictures.filtered([2.0] * 5, rho=0.3) == pytest.approx([2.0] * 5)
-    [first, second] = fam_pictures.filtered([0.0, 1.0], rho=0.5)
+def test_the_momentum_of_one_number() -> None:
+    """A constant stays as it is, from the first step on."""
+    assert fam_pictures.averaged([2.0] * 5, rho=0.3) == pytest.approx([2.0] * 5)
+    [first, second] = fam_pictures.averaged([0.0, 1.0], rho=0.5)
     assert (first, second) == pytest.approx((0.0, 0.95 * 2 / 3 + 0.05))
 
 
 def study(out: Path, table: str, *more: str) -> None:
-    momentum_study.main(
-        [table, "--quick", "--jobs", "1", "--out", str(out), "--json", str(out / "all.json"), *more]
-    )
+    options = ["--quick", "--jobs", "1", "--out", str(out), "--results", str(out / "results")]
+    momentum_study.main([table, *options, *more])
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def lines(path: Path) -> list[Record]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_momentum_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row of a table from the speech to the report, stopped in between and gone on with."""
+LEAN = ("lean", "lean, clip of the update at 1")
+
+
+def test_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of three tasks from the data to the report, interrupted and resumed."""
     study(tmp_path, "bands", "--only", "1 band", "--stage", "search")
     path = tmp_path / "bands.jsonl"
     found = lines(path)
@@ -324,24 +267,58 @@ def test_momentum_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert 0.0 < run["loss"] < 5.0
         assert 1.0 < run["state_bytes_per_parameter"] < 2.0
 
-    path.write_text(path.read_text() + '{"run": {"optimizer": "fam", "lr"')  # cut off by a crash
+    path.write_text(path.read_text() + '{"run": {"optimizer": "fast", "lr"')  # cut off by a crash
     study(tmp_path, "bands", "--only", "1 band", "--minutes", "0")  # no time for the others
-    assert len(momentum_study.Results.read(tmp_path).done) == 2
-    study(tmp_path, "bands", "--only", "1 band", "--stage", "search")  # which is all done
-    assert len(momentum_study.Results.read(tmp_path).done) == 2
+    assert len(Results.read(tmp_path).done) == 2
+    study(tmp_path, "bands", "--only", "1 band", "--stage", "search")  # nothing is left to do
+    assert len(Results.read(tmp_path).done) == 2
+
+    results, device = Results.read(tmp_path), torch.device("cpu")
+    sets = FeatureSets(tmp_path / "cache", device)
+    for table, measure in (("digits", "wer"), ("language", "bits")):
+        [row] = [row for row in entries_of(table, is_quick=True) if row.name in LEAN]
+        speech_task.synthesise(speech_task.needed_speech([row.run]), tmp_path / "cache", 1)
+        record = perform(row.at(0.02), tmp_path / "cache", device, sets, "whole")
+        assert record[measure] > 0.0
+        results.add(table, record)
 
     capsys.readouterr()
     study(tmp_path, "report")
-    assert "| 1 band * | " in capsys.readouterr().out
-    text = (tmp_path / "all.json").read_text()
-    written = json.loads(text)
-    assert [row["name"] for row in written["tables"]["bands"]] == ["1 band"]
-    runs = lines(tmp_path / "all_runs.jsonl")
+    printed = capsys.readouterr().out
+    for shown in ("| 1 band * | ", "| lean, clip of the update at 1 * | ", "| lean * | "):
+        assert shown in printed
+    text = (tmp_path / "results" / "momentum_study.json").read_text()
+    assert [row["name"] for row in json.loads(text)["tables"]["bands"]] == ["1 band"]
+    runs = lines(tmp_path / "results" / "momentum_study_runs.jsonl")
     assert [run["key"] for run in runs] == [run["key"] for run in found]
     assert runs[0]["groups"]["hidden"]["d"] == "inf"
-    assert {"date", "machine", "versions"} <= written["machine"].keys()
-    assert socket.gethostname() not in text
-    assert str(tmp_path) not in text
+    check_publishable(text, tmp_path)
+
+
+def test_stored_rows_follow_from_stored_runs() -> None:
+    """Every table of the documents, except rows whose code is in an earlier commit."""
+    results = Results(RESULTS, read_runs(RESULTS / "momentum_study_runs.jsonl"))
+    stored = json.loads((RESULTS / "momentum_study.json").read_text())["tables"]
+    for table in FILES["momentum_study"]:
+        computed = [row for entry in entries_of(table) if (row := summary(entry, results))["tried"]]
+        expected = [row for row in stored[table] if "commit" not in row]
+        assert json.loads(json.dumps(computed)) == expected
+
+
+@pytest.mark.parametrize("file", ["digits_study", "language_study"])
+def test_stored_rows_belong_to_the_table(file: str) -> None:
+    stored = json.loads((RESULTS / f"{file}.json").read_text())["tables"]
+    for table, rows in stored.items():
+        names = [row["name"] for row in rows if "commit" not in row]
+        assert sorted(names) == sorted(row.name for row in entries_of(table))
+        assert markdown(rows).count("|\n") >= len(rows)
+
+
+def test_a_report_leaves_other_rows_as_they_are() -> None:
+    stored = [{"name": "a", "lr": 1}, {"name": "b", "lr": 2}]
+    assert merged(stored, [{"name": "b", "lr": 3}, {"name": "c"}]) == [
+        {"name": "a", "lr": 1}, {"name": "b", "lr": 3}, {"name": "c"},
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -351,92 +328,98 @@ def test_tables(table: str) -> None:
     assert len({row.name for row in rows}) == len(rows)
     assert len({row.run.key for row in rows}) == len(rows)
     for row in rows:
-        again = speech_runs.Run(**json.loads(json.dumps(asdict(row.run))))
-        assert again.key == row.run.key
+        again = Run(**json.loads(json.dumps(row.run.described)))
+        assert again == row.run
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Conv1d(2, 4, 3), torch.nn.Linear(6, 5))
-        with variant(row.run.variant):
-            optimizers, _ = speech_runs.make_optimizers(row.run, model, torch.device("cpu"))
-            model(torch.randn(3, 2, 8)).square().mean().backward()
-            before = [param.detach().clone() for param in model.parameters()]
-            for optimizer in optimizers:
-                optimizer.step()
+        optimizers, _ = make_optimizers(row.run, model, torch.device("cpu"))
+        model(torch.randn(3, 2, 8)).square().mean().backward()
+        before = [param.detach().clone() for param in model.parameters()]
+        for optimizer in optimizers:
+            optimizer.step()
         for param, old in zip(model.parameters(), before, strict=True):
             assert not torch.equal(param, old)
             assert param.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("exact_clip", "random_basis", "row_groups", "cautious", "calm_decay"),
-        *("unwhitened", "half_whitened", "equal_values", "even_rows"),
-    ],
-)
-def test_a_variant_makes_a_difference(name: str) -> None:
-    recipe = "fam" if name in ("random_basis", "row_groups") else "speech"
-    settings = {"momentum": asdict(maxfactor.FAM(bands=4, warmup=1))} if recipe == "fam" else {}
-    weights = []
-    for own in (None, name):
-        torch.manual_seed(0)
-        hidden = torch.nn.Linear(6, 7)
-        model = torch.nn.Sequential(torch.nn.Conv1d(2, 4, 3), hidden, torch.nn.Linear(7, 5))
-        run = speech_runs.Run(recipe, lr=0.02, variant=own, settings=settings)
-        with variant(own):
-            [optimizer], _ = speech_runs.make_optimizers(run, model, torch.device("cpu"))
-            for _ in range(5):
-                loss = model(torch.randn(3, 2, 8)).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        weights.append(hidden.weight.detach())
-    assert weights[1].isfinite().all()
-    assert not torch.allclose(weights[0], weights[1], rtol=1e-4)
-
-
-def test_a_run_is_known_by_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by what they are called: two tables share it, and another recipe is another run."""
-    run = speech_runs.Run("fam", lr=0.02)
-    explicit = replace(
-        run, settings={"momentum": asdict(maxfactor.FAM(beta_max=0.84)), "scale": "current"}
-    )
-    assert run.key == explicit.key
+def test_a_run_is_known_by_its_settings() -> None:
+    """Not by how they are written: two tables share a run."""
+    run = Run("fast", lr=0.02)
+    momentum = asdict(maxfactor.FAM(beta_max=0.84))
+    assert replace(run, settings={"momentum": momentum, "scale": "current"}).key == run.key
     for other in (replace(run, lr=0.01), replace(run, seed=1), replace(run, batch=8)):
         assert other.key != run.key
     assert replace(run, settings={"momentum_dtype": "fp32"}).key != run.key
-    key = run.key
-    recipe = maxfactor.recipes.BY_KIND["fam"]
-    changed = replace(recipe, common={**recipe.common, "weight_decay": 0.5})
-    monkeypatch.setitem(maxfactor.recipes.BY_KIND, "fam", changed)
-    speech_runs.run_key.cache_clear()
-    assert run.key != key
-    speech_runs.run_key.cache_clear()
+    assert key_of(run.described, group_settings(run)) == run.key  # as a stored run is found
+    changed = group_settings(run)
+    changed["hidden"]["weight_decay"] = 0.5
+    assert key_of(run.described, changed) != run.key  # another recipe is another run
+
+
+def recipe_groups(table: str, lr: float = 0.01, **how: bool) -> dict[str, dict[str, Record]]:
+    """The settings of the rows that are recipes, by name and kind of layer."""
+    rows = [row for row in entries_of(table, **how) if row.run.optimizer not in PEERS]
+    return {row.name: group_settings(row.at(lr)) for row in rows}
+
+
+def test_rows_have_the_decay_that_they_were_measured_with() -> None:
+    """Before 0.2.0 recipes decayed by `lr`; rows that are about decay keep theirs."""
+    stored = recipe_groups("main")
+    now = recipe_groups("main", recipe_decay=True)
+    assert stored["quality"]["hidden"]["weight_decay"] == 0.1
+    assert "decay_by" not in stored["quality"]["hidden"]  # by lr
+    assert now["quality"] == group_settings(Run("quality", lr=0.01))
+    assert now["lean"] == stored["lean"]
+    decays = {row.name: row.run.settings for row in entries_of("quality", recipe_decay=True)}
+    assert decays["weight decay 0.2"] == {"weight_decay": 0.2, "decay_by": "lr"}
 
 
 def test_a_kind_comes_before_the_others() -> None:
     """Also when its name does, since a key sorts them."""
     others: dict[str, Any] = {"lr_share": 0.5, "scale": "initial"}
-    run = speech_runs.Run("fam", 0.04, by_kind={"others": others, "conv": {"lr_share": 2.0}})
-    groups = speech_runs.group_settings(run)
+    run = Run("fast", 0.04, by_kind={"others": others, "conv": {"lr_share": 2.0}})
+    groups = group_settings(run)
     rates = {kind: group["lr"] for kind, group in groups.items()}
     assert rates == {"hidden": 0.04, "conv": 0.08, "embedding": 0.02, "vector": 0.02}
     assert groups["conv"]["scale"] == "initial"
     assert "scale" not in groups["hidden"]
 
 
+def test_rows_of_the_digits_table() -> None:
+    rows = recipe_groups("digits", lr=0.08)
+    changed = rows["fast, memory up to 0.88, norms and biases at a quarter of the rate"]
+    assert {kind: group["lr"] for kind, group in changed.items()} == {
+        "hidden": 0.08, "conv": 0.08, "embedding": 0.08, "vector": 0.02,
+    }  # fmt: skip
+    assert changed["hidden"]["momentum"] == asdict(maxfactor.FAM(beta_max=0.88))
+    shorter = rows["quality, memory of 0.8"]
+    assert shorter["hidden"]["momentum"] == 0.8
+    assert shorter["hidden"]["direction"] == "orthogonal"
+    assert shorter["vector"]["lr"] == 0.08
+    assert rows["lean, clip of the update at 1.5"]["hidden"]["d"] == 1.5
+
+
+@pytest.mark.parametrize(("settings", "momentum"), [({}, 0.95), ({"momentum": 0.9}, 0.9)])
+def test_settings_of_muon(settings: dict[str, Any], momentum: float) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    run = Run("muon", 0.02, settings=settings)
+    [muon, _], _ = make_optimizers(run, model, torch.device("cpu"))
+    assert muon.param_groups[0]["momentum"] == momentum
+
+
 def test_all_seeds_choose_among_rates_that_have_them() -> None:
-    row = entry("fam", "fam", (0.02, 0.04, 0.08))
-    results = momentum_study.Results(Path())
+    row = entry("fast", "fast", (0.02, 0.04, 0.08))
+    results = Results(Path())
     wers = {0.02: (9.0,), 0.04: (1.0, 8.0, 9.0), 0.08: (2.0, 3.0, 4.0)}
     for lr, found in wers.items():
         for seed, wer in enumerate(found):
             known = {"wer": wer, "loss": None, "nan": False, "ms_per_step": 1.0}
             results.done[row.at(lr, seed).key] = known | {"state_bytes_per_parameter": 1.0}
-    assert momentum_study.summary(row, results)["lr"] == 0.08
+    assert summary(row, results)["lr"] == 0.08
 
 
-def done(row: Entry, wers: dict[float, float]) -> momentum_study.Results:
-    results = momentum_study.Results(Path())
+def done(row: Entry, wers: dict[float, float]) -> Results:
+    results = Results(Path())
     for lr, wer in wers.items():
         results.done[row.at(lr).key] = {"wer": wer, "loss": wer / 10}
     return results
@@ -446,85 +429,77 @@ def test_the_best_rate_gets_all_seeds() -> None:
     row = replace(entries_of("main")[0], search=1, seeds=3)
     assert row.rates == (0.005, 0.01, 0.02, 0.04)
     results = done(row, {0.005: 9.0, 0.01: 8.0, 0.02: 7.0})
-    assert [run.lr for run in momentum_study.due([row], results, "all")] == [0.04]
+    assert [run.lr for run in due([row], results, "all")] == [0.04]
     results = done(row, {0.005: 9.0, 0.01: 8.0, 0.02: 7.0, 0.04: 8.0})
-    runs = momentum_study.due([row], results, "all")
+    runs = due([row], results, "all")
     assert [(run.lr, run.seed) for run in runs] == [(0.02, 1), (0.02, 2)]
-    assert momentum_study.due([row], results, "search") == []
+    assert due([row], results, "search") == []
 
 
 def test_three_seeds_choose_a_rate() -> None:
     """By their mean, and then no rate is added at the edge."""
     row = replace(entries_of("main")[0], rates=(0.01, 0.02), search=3, seeds=4)
     results = done(row, {0.01: 1.0, 0.02: 2.0})
-    runs = momentum_study.due([row], results, "all")
+    runs = due([row], results, "all")
     assert [(run.lr, run.seed) for run in runs] == [(0.01, 1), (0.02, 1), (0.01, 2), (0.02, 2)]
     for seed, wers in ((1, {0.01: 8.0, 0.02: 2.0}), (2, {0.01: 8.0, 0.02: 2.0})):
         for lr, wer in wers.items():
             run = row.at(lr, seed)
             results.done[run.key] = {"wer": wer, "loss": 0.1}
-    assert [(run.lr, run.seed) for run in momentum_study.due([row], results, "all")] == [(0.02, 3)]
+    assert [(run.lr, run.seed) for run in due([row], results, "all")] == [(0.02, 3)]
 
 
 def test_a_best_rate_at_the_edge_calls_for_another() -> None:
     row = replace(entries_of("main")[0], search=1)
     results = done(row, {0.005: 9.0, 0.01: 8.0, 0.02: 7.0, 0.04: 6.0})
-    assert [run.lr for run in momentum_study.due([row], results, "search")] == [0.08]
+    assert [run.lr for run in due([row], results, "search")] == [0.08]
     results = done(row, {0.005: 97.0, 0.01: 98.0, 0.02: 99.0, 0.04: 100.0})  # learns nothing
-    assert momentum_study.due([row], results, "search") == []
+    assert due([row], results, "search") == []
 
 
 def test_the_usable_range() -> None:
     tried = {0.01: 10.0, 0.02: 8.0, 0.04: 9.9, 0.08: 10.1}
-    assert momentum_study.usable_range({lr: [{"wer": wer}] for lr, wer in tried.items()}) == 4.0
+    assert usable_range({lr: [wer] for lr, wer in tried.items()}) == 4.0
 
 
 def test_the_range_by_a_curve() -> None:
     """Errors that are a parabola, both axes logarithmic, and one rate that is far off."""
     errors = {lr: math.exp(0.5 * math.log(lr / 0.03) ** 2) for lr in (0.01, 0.02, 0.04, 0.08)}
-    tried = {lr: [{"wer": wer}] for lr, wer in {**errors, 0.4: 90.0}.items()}
+    tried = {lr: [wer] for lr, wer in {**errors, 0.4: 90.0}.items()}
     apart = math.exp(math.sqrt(math.log(1.25) / 0.5))
     expected = pytest.approx((0.03 / apart, 0.03 * apart), rel=0.01)
-    assert momentum_study.smooth_range(tried) == expected
+    assert smooth_range(tried) == expected
     del tried[0.04]
-    assert momentum_study.smooth_range(tried) is None
+    assert smooth_range(tried) is None
 
 
 def test_word_errors() -> None:
     references = ["a b c", "a b", "one two three four", "x"]
     hypotheses = ["a c", "", "one tow three for five", "y x z"]
     pairs = zip(references, hypotheses, strict=True)
-    found = sum(speech_runs.edits(a.split(), b.split()) for a, b in pairs)
+    found = sum(speech_task.edits(a.split(), b.split()) for a, b in pairs)
     assert found / 10 == pytest.approx(jiwer.wer(references, hypotheses))
 
 
 def test_the_loss_reads_nothing_on_the_host(tmp_path: Path) -> None:
     """Or it could not be computed without values."""
-    run = speech_runs.quick(speech_runs.Run("adamw", lr=0.002))
-    speech_runs.prepare([run.training], tmp_path, 1)
-    data = speech_runs.load_features(run.training, tmp_path, torch.device("cpu"))
-    model = speech_runs.new_model(run, tmp_path, torch.device("cpu"))
+    run = quick(Run("adamw", lr=0.002))
+    speech = speech_task.training_speech(run)
+    speech_task.synthesise([speech], tmp_path, 1)
+    data = speech_task.load_features(speech, tmp_path, torch.device("cpu"))
+    model = speech_task.new_model(run, tmp_path, torch.device("cpu"))
     on_meta = [x.to("meta") for x in (data.features, data.labels)]
     model.to("meta")  # type: ignore[arg-type]  # mistaken by a decorator's types
     loss_of(model, *on_meta).backward()
 
 
-def test_row_groups_of_one_are_fam() -> None:
-    run = entries_of("bands")[0].run
-    moved = []
-    for name in (None, "row_groups"):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(70, 6), torch.nn.Linear(6, 5))
-        with variant(name):
-            [optimizer], _ = speech_runs.make_optimizers(run, model, torch.device("cpu"))
-            for _ in range(25):
-                optimizer.zero_grad()
-                model(torch.randn(3, 70)).square().mean().backward()
-                optimizer.step()
-        moved.append([param.detach() for param in model.parameters()])
-    torch.testing.assert_close(moved[0], moved[1])
-
-
-def test_an_unknown_variant() -> None:
-    with pytest.raises(ValueError, match=r"variant must be random_basis, .* got 'odd'"):
-        variant("odd")
+def test_the_readme_names_every_result_and_picture() -> None:
+    """And every command in it is one of the scripts."""
+    text = (RESULTS.parent / "README.md").read_text()
+    pictures = RESULTS.parent.parent / "docs" / "pictures"
+    for path in (*RESULTS.iterdir(), *pictures.iterdir()):
+        assert f"`{path.name}`" in text
+    for script in set(re.findall(r"(?:timing|studies|figures)/\w+\.py", text)):
+        assert (RESULTS.parent / script).exists()
+    for table in TABLES:
+        assert re.search(rf"[ ,`]{table}[ ,`]", text)

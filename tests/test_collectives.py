@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import collectives
-from maxfactor_speech.bench import shapes
+from measurement import shapes
 from ranks import Ranks, mesh_of
+from timing import collectives
 
 
 def counted_messages(shape: list[int]) -> dict[str, list[tuple[str, int]]] | None:
@@ -17,7 +17,7 @@ def counted_messages(shape: list[int]) -> dict[str, list[tuple[str, int]]] | Non
     mesh = mesh_of(*shape)
     if mesh is None:
         return None
-    model = shapes.shapes("quick")
+    model = shapes("quick")
     return {each: collectives.counted(each, model, mesh) for each in collectives.CONTENDERS}
 
 
@@ -45,7 +45,7 @@ def test_the_command_that_counts_messages(
     out = tmp_path / "results" / "messages.json"
     collectives.main(["--quick", "--out", str(out)])
     printed, result = capsys.readouterr().out, json.loads(out.read_text())
-    assert "speech       1024   4" in printed
+    assert "quality        1024   4" in printed
     assert len(result["on_paper"]) == len(collectives.CONTENDERS) * 3
     assert "as predicted" in printed
     assert str(tmp_path) not in out.read_text()
@@ -57,7 +57,7 @@ def test_the_cost_model() -> None:
     model = {"a": (4, 6), "b": (2, 8), "c": (5,)}
     first = 4 * ((6 + 5) + (8 + 5) + 4)
     expected = [("sum", first), ("max", 4 * 2), ("max", 4 * (1 + 1 + 2))]
-    found = collectives.predicted(model, "1.0", 4)
+    found = collectives.predicted(model, "published-1.0", 4)
     assert [(message.kind, message.bytes) for message in found] == expected
     a = collectives.LATENCY
     assert collectives.ring(4) == pytest.approx(6 * a)

@@ -1,16 +1,13 @@
-"""The pictures of docs/fam.md: what FAM sees while a small Whisper learns digits, and the study.
+"""The pictures of docs/fam.md and the README, from the files in benchmarks/results.
 
-    python benchmarks/fam_pictures.py            # two trainings on the CPU, a few minutes
-    python benchmarks/fam_pictures.py --draw     # the pictures alone, from the JSON files
-    python benchmarks/fam_pictures.py --quick --out /tmp/pictures
+    python benchmarks/figures/fam_pictures.py
+    python benchmarks/figures/fam_pictures.py --out FOLDER
 
-Trains with the recipe `fam` twice, with one band and with eight, reads `optimizer.spectrum()` every
-few steps, and writes it to benchmarks/results/fam_spectrum.json. Then prints the tables of
-docs/fam.md, and draws into docs/pictures:
+Prints the numbers that docs/fam.md quotes from fam_spectrum.json, and draws into docs/pictures:
 
-    coherence.svg   made-up gradients with a coherence of .3 and of .05, and what the memory does
-    beta.svg        the memory of every matrix during the training
-    bands.svg       power and coherence of each band: convolutions against hidden matrices
+    coherence.svg   made-up gradients with a coherence of .3 and of .05, and their momentum
+    beta.svg        the memory of every matrix during a training, from fam_spectrum.json
+    bands.svg       power and coherence of each band, from fam_spectrum.json
     rates.svg       word error rate against learning rate, from momentum_study.json
     main.svg        the main table of the study, from momentum_study.json
 """
@@ -20,7 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import asdict, dataclass
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
@@ -31,168 +29,41 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from maxfactor import FAM
-from maxfactor_speech import synth
-from maxfactor_speech.bench.step_time import circumstances
-from maxfactor_speech.preparation import prepare
-from maxfactor_speech.settings import Settings
-from maxfactor_speech.trainer import Trainer
-from touch_tones_study import to_json
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+
+from measurement import RESULTS, Record
+from studies.fam_spectrum import MEL, PARTS, SECOND, TOKENS, part_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from matplotlib.axes import Axes
 
-    from maxfactor.rule.fam import Spectrum
-
-Record = dict[str, Any]  # a part of a JSON file
-
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-PICTURES = ROOT / "docs" / "pictures"
-SPECTRUM = "fam_spectrum.json"
-STUDY = RESULTS / "momentum_study.json"
-STUDY_SENTENCES = 1000  # of its validation
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A training, and how often it is looked at."""
-
-    bands: int
-    every: int  # steps between two looks
-    settings: Settings
-
-
-def plans(*, quick: bool) -> list[Plan]:
-    """One band, which is the default, and eight."""
-    settings = Settings(optimizer="fam", device="cpu")
-    if quick:
-        settings = Settings(
-            optimizer="fam", device="cpu", steps=24, batch_size=2, validation_utterances=4
-        )
-    return [Plan(1, 3, settings), Plan(8, 6, settings)]
+PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train unless told not to, and draw."""
-    options = parsed(arguments)
-    results, pictures = options.out or RESULTS, options.out or PICTURES
-    for folder in (results, pictures):
-        folder.mkdir(parents=True, exist_ok=True)
-    if not options.draw:
-        record = measured(plans(quick=options.quick), options.cache, quick=options.quick)
-        (results / SPECTRUM).write_text(to_json(record))
-    spectrum = json.loads((results / SPECTRUM).read_text())
-    study = json.loads(options.study.read_text())
-    draw_all(spectrum, study, pictures)
-    print_findings(spectrum)
-    for table, rows in study["tables"].items():
-        print(f"\n{table}\n\n{markdown(rows)}")
-
-
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Draw everything."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--draw", action="store_true", help="from the JSON that is there")
-    parser.add_argument("--quick", action="store_true", help="a smoke test of a few seconds")
-    parser.add_argument("--out", type=Path, help="folder for everything that is written")
-    parser.add_argument("--cache", type=Path, help="folder of synthesised speech")
-    parser.add_argument("--study", type=Path, default=STUDY, help="results of momentum_study.py")
-    return parser.parse_args(arguments)
+    parser.add_argument("--out", type=Path, default=PICTURES, help="folder for the pictures")
+    for name in ("fam_spectrum", "momentum_study"):
+        option = "--" + name.split("_")[-1]  # --spectrum, --study
+        parser.add_argument(option, type=Path, default=RESULTS / f"{name}.json")
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    spectrum = json.loads(options.spectrum.read_text())
+    draw_all(spectrum, json.loads(options.study.read_text()), options.out)
+    print_findings(spectrum)
 
 
-# ------------------------------------------------------------------------------ the trainings
-
-
-def measured(todo: Sequence[Plan], cache: Path | None, *, quick: bool) -> Record:
-    """All trainings, with when, where and with what."""
-    return {
-        "command": "python benchmarks/fam_pictures.py" + " --quick" * quick,
-        **circumstances("cpu"),
-        "study_validation": {"sentences": STUDY_SENTENCES, "words": study_words()},
-        "trainings": [trained(plan, cache) for plan in todo],
-    }
-
-
-def study_words() -> int:
-    """How many words the study's error rates are shares of."""
-    script = synth.Script("sentences", "en", "validation", seed=0)
-    return sum(len(script.utterance(i).text.split()) for i in range(STUDY_SENTENCES))
-
-
-def trained(plan: Plan, cache: Path | None) -> Record:
-    """Train, and keep what FAM saw on the way."""
-    settings = plan.settings
-    trainer = Trainer(settings, prepare(settings, cache, workers=1))
-    [optimizer] = trainer.optimizers
-    for group in optimizer.param_groups:
-        group["momentum"] = asdict(FAM(bands=plan.bands))
-    steps, losses, looks = [], [], []
-    batches = trainer.batches()
-    try:
-        while trainer.step < settings.steps:
-            losses.append(trainer.train_step(next(batches)))
-            if trainer.step % plan.every == 0:
-                steps.append(trainer.step)
-                looks.append(optimizer.spectrum())  # type: ignore[attr-defined]
-    finally:
-        batches.close()  # ends its thread
-    wer = trainer.evaluate().wer
-    print(f"{plan.bands} bands: loss {float(losses[-1]):.3f}, WER {wer:.2%}", flush=True)
-    shapes = {name: list(param.shape) for name, param in trainer.model.named_parameters()}
-    return {
-        "bands": plan.bands,
-        "settings": asdict(settings),
-        "wer": round(wer, 5),
-        "steps": steps,
-        "loss": [round(float(loss), 4) for loss in losses],
-        "matrices": {name: history(name, shapes[name], looks) for name in ordered(looks[-1])},
-    }
-
-
-def history(name: str, shape: list[int], looks: Sequence[dict[str, Spectrum]]) -> Record:
-    """What was seen of a matrix: for each quantity and band a list over the steps."""
-    found: Record = {"part": part_of(name), "shape": shape}
-    for quantity in ("rho", "beta", "power"):
-        values = torch.stack([getattr(look[name], quantity) for look in looks], dim=1)
-        found[quantity] = [[float(f"{x:.3g}") for x in band] for band in values.tolist()]
-    return found
-
-
-MEL, SECOND, TOKENS = "mel convolution", "second convolution", "token embedding"
-PARTS = {  # in the order in which speech passes through them
-    "encoder.conv1": MEL,
-    "encoder.conv2": SECOND,
-    "encoder self_attn": "encoder attention",
-    "encoder fc": "encoder feed-forward",
-    "decoder.embed_tokens": TOKENS,
-    "decoder.embed_positions": "decoder positions",
-    "decoder self_attn": "decoder attention",
-    "decoder encoder_attn": "cross-attention",
-    "decoder fc": "decoder feed-forward",
-}
-
-
-def part_of(name: str) -> str:
-    """The part of a Whisper that a parameter belongs to."""
-    [part] = [part for key, part in PARTS.items() if all(word in name for word in key.split())]
-    return part
-
-
-def ordered(names: Iterable[str]) -> list[str]:
-    """Names of matrices by part, in a part as they come."""
-    order = list(PARTS.values())
-    return sorted(names, key=lambda name: order.index(part_of(name)))
-
-
-# ---------------------------------------------------------------------------- what it shows
+# ------------------------------------------------------------------------ numbers of the text
 
 
 def print_findings(spectrum: Record) -> None:
-    """The numbers that docs/fam.md quotes of the trainings."""
+    """The numbers that docs/fam.md quotes from the trainings."""
     one, several = spectrum["trainings"]
     longest = FAM().beta_max
     for training in (one, several):
@@ -235,14 +106,14 @@ STYLE: dict[Any, Any] = {
     "ytick.color": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    # White behind everything, so that a dark page changes nothing; a fixed salt and no date, so
-    # that the same numbers give the same file.
+    # A white background also on a dark page; a fixed salt and no date, so that the same numbers
+    # give the same file.
     "savefig.facecolor": "white",
     "svg.hashsalt": "fam",
 }
 
 
-def draw_all(spectrum: Record, study: Record, folder: Path, suffix: str = ".svg") -> None:
+def draw_all(spectrum: Record, study: Record, folder: Path) -> None:
     """Every picture."""
     one, several = spectrum["trainings"]
     rows = study["tables"]["main"]
@@ -254,8 +125,7 @@ def draw_all(spectrum: Record, study: Record, folder: Path, suffix: str = ".svg"
             ("rates", rates_picture(rows)),
             ("main", main_picture(rows)),
         ):
-            metadata = {"Date": None} if suffix == ".svg" else None
-            figure.savefig(folder / (name + suffix), metadata=metadata, dpi=110)
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, dpi=110)
 
 
 def steps_of_memory(beta: float) -> float:
@@ -267,7 +137,7 @@ def steps_of_memory(beta: float) -> float:
 
 
 def coherence_picture(steps: int = 240) -> Figure:
-    """A steady gradient in noise that turns round half-way, and its momentum."""
+    """A noisy gradient whose steady part changes its sign half-way, and its momentum."""
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     panels = figure.subplots(2, 1, sharex=True)
     noise = torch.randn(steps, generator=torch.Generator().manual_seed(SEED)).tolist()
@@ -276,8 +146,8 @@ def coherence_picture(steps: int = 240) -> Figure:
         loudness = math.sqrt(1 / rho - 1)  # the steady part has power 1
         inputs = [s + loudness * n for s, n in zip(signal, noise, strict=True)]
         axes.plot(inputs, ".", color=PALE, markersize=3.5, alpha=0.8, label="gradient, each step")
-        axes.plot(signal, color=INK, linewidth=1.4, label="the part that is steady")
-        axes.plot(filtered(inputs, rho), color=OURS, linewidth=1.8, label="after the momentum")
+        axes.plot(signal, color=INK, linewidth=1.4, label="its steady part")
+        axes.plot(averaged(inputs, rho), color=OURS, linewidth=1.8, label="momentum")
         beta = 1 - rho
         axes.set_title(
             f"coherence {rho:g}: β = {beta:g}, remembers about {steps_of_memory(beta):.0f} steps"
@@ -290,11 +160,11 @@ def coherence_picture(steps: int = 240) -> Figure:
     return figure
 
 
-SEED = 4  # of the noise: one where both memories are seen to turn round
+SEED = 4  # of the noise: one with which both averages visibly change their sign
 BELOW: dict[str, Any] = {"loc": "outside lower center", "frameon": False}
 
 
-def filtered(inputs: Sequence[float], rho: float) -> list[float]:
+def averaged(inputs: Sequence[float], rho: float) -> list[float]:
     """Equations (12) and (13) with beta = 1 - rho, for one number."""
     beta, mix = 1 - rho, FAM().mix
     memory = correction = 0.0
@@ -310,7 +180,7 @@ def filtered(inputs: Sequence[float], rho: float) -> list[float]:
 
 
 def beta_picture(training: Record) -> Figure:
-    """A line of colours for each matrix, with the loss above."""
+    """A row of colours for each matrix, with the loss above."""
     figure = Figure(figsize=(8, 7), layout="constrained")
     above, axes = figure.subplots(2, 1, sharex=True, height_ratios=(1, 5))
     losses, steps = training["loss"], training["steps"]
@@ -340,7 +210,7 @@ def beta_picture(training: Record) -> Figure:
 
 
 def tall_enough(matrices: Sequence[Record]) -> list[Record]:
-    """Twice those that are alone in their part, so that there is room for its name."""
+    """Repeat matrices that are alone in their part, so that there is room for its name."""
     parts = [matrix["part"] for matrix in matrices]
     return [one for one in matrices for _ in range(2 if parts.count(one["part"]) == 1 else 1)]
 
@@ -420,22 +290,7 @@ def means(rows: Sequence[Sequence[float]]) -> list[float]:
     return [mean(column) for column in zip(*rows, strict=True)]
 
 
-# What the study says
-
-
-def markdown(rows: Sequence[Record]) -> str:
-    """A table of the study as docs/fam.md has it, the best row first."""
-    titles = (
-        "learning rate | WER %, mean (seeds) | within 25 % over a factor of | state, B/parameter"
-    )
-    lines = [f"| | {titles} |", "|---|---|---|---|---|"]
-    for row in sorted(rows, key=lambda row: row["wer_mean"]):
-        seeds = ", ".join(f"{wer:.2f}" for wer in row["wer"])
-        errors = f"{row['wer_mean']:.2f} ({seeds})" if len(row["wer"]) > 1 else seeds
-        name = row["name"] + ("" if row["complete"] else " *")
-        size = row["state_bytes_per_parameter"]
-        lines.append(f"| {name} | {row['lr']:g} | {errors} | {row['range']:g} | {size:.2f} |")
-    return "\n".join(lines)
+# The study
 
 
 @dataclass(frozen=True)
@@ -448,8 +303,8 @@ class Look:
 
 
 LOOKS = {
-    "speech": Look("speech (ours, orthogonal)", OURS, "o"),
-    "fam": Look("fam (ours)", "#e69f00", "o"),
+    "quality": Look("quality (ours, orthogonal)", OURS, "o"),
+    "fast": Look("fast (ours, FAM)", "#e69f00", "o"),
     "lean": Look("lean (ours, no momentum)", "#b8860b", "o"),
     "muon + adamw": Look("Muon + AdamW", "#009e73", "s"),
     "adamw, clip 1": Look("AdamW, clipping 1", THEIRS, "s"),
@@ -512,7 +367,7 @@ def main_picture(rows: Sequence[Record]) -> Figure:
 
 
 def bar_of_errors(axes: Axes, at: int, row: Record, colour: str) -> None:
-    """The mean as a bar, the seeds as dots; a bar that is too long is cut off and says so."""
+    """The mean as a bar, the seeds as dots; a bar that is too long is cut off with an arrow."""
     height = row["wer_mean"]
     axes.barh(at, min(height, MOST), color=colour, alpha=0.75, height=0.62)
     if height > MOST:

@@ -1,13 +1,13 @@
 """How busy `maxfactor train` keeps a GPU: Whisper-tiny on synthesised sentences.
 
-    python benchmarks/gpu_busy.py --device cuda --cache speech-cache --out FILE.json
-    python benchmarks/gpu_busy.py --quick        # a small model on the CPU, where busy is null
+    python benchmarks/timing/gpu_busy.py --device cuda --cache speech-cache --out FILE.json
+    python benchmarks/timing/gpu_busy.py --quick    # a small model on the CPU, where busy is null
 
-The loop is the training's own, from a cache that is filled first; evaluations and checkpoints are
-left out. Steps are timed as they are; then the same steps, with the same batches, are taken again
-under torch's profiler, for the time in which at least one kernel runs. Busy is that time by the
-time of the steps without the profiler, which slows the host down but not the kernels;
-"busy_profiled" is by the time with it, a lower bound. Where nvidia-smi is found, its utilisation
+The loop is that of `maxfactor train`, without evaluations and checkpoints; the cache of speech is
+filled first. Steps are timed; then the same steps, with the same batches, are repeated under
+torch's profiler to measure the time in which at least one kernel runs. "busy" is that time divided
+by the time of the steps without the profiler, which slows the host down but not the kernels;
+"busy_profiled" divides by the time with it, a lower bound. If nvidia-smi is found, its utilisation
 (the share of time in which some kernel ran) is sampled while the steps are timed.
 """
 
@@ -17,34 +17,41 @@ import argparse
 import json
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from maxfactor_speech.audio import SAMPLE_RATE
-from maxfactor_speech.bench.step_time import circumstances, write
-from maxfactor_speech.data import Order
-from maxfactor_speech.preparation import Prepared, prepare
-from maxfactor_speech.settings import Settings
-from maxfactor_speech.train import LOG_EVERY, train_until
-from maxfactor_speech.trainer import Trainer
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+
+from measurement import Record, circumstances, write_json
+from speech_application import (
+    LOG_EVERY,
+    SAMPLE_RATE,
+    Order,
+    Prepared,
+    Settings,
+    Trainer,
+    prepare,
+    train_until,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-SAMPLE_MS = 100  # between two looks of nvidia-smi
+SAMPLE_MS = 100  # between two samples of nvidia-smi
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def main(argv: Sequence[str] | None = None) -> Record:
     """Measure, print, write."""
     args = arguments(argv)
-    rows: list[dict[str, Any]] = []
+    rows: list[Record] = []
     result = {
         **circumstances(args.device),
         "arguments": {k: v for k, v in vars(args).items() if k not in ("out", "cache", "trace")},
@@ -55,14 +62,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         rows.append(measured(settings, args))
         print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
         if args.out is not None:
-            write(args.out, result)
+            write_json(args.out, result)
     return result
 
 
 def settings_of(
     args: argparse.Namespace, optimizer: str, batch_size: int, graphs: bool
 ) -> Settings:
-    """What `maxfactor train` would be told."""
+    """The settings of `maxfactor train`."""
     return Settings(
         task=args.task,
         model=args.model,
@@ -78,8 +85,8 @@ def settings_of(
     )
 
 
-def measured(settings: Settings, args: argparse.Namespace) -> dict[str, Any]:
-    """One training: what is compiled and allocated once, steps by the clock, profiled steps."""
+def measured(settings: Settings, args: argparse.Namespace) -> Record:
+    """One training: a warm-up, steps by the clock, then profiled steps."""
     prepared = prepare(settings, args.cache, args.workers)
     trainer = Trainer(settings, prepared)
     advance(trainer, args.warmup)
@@ -105,7 +112,7 @@ TRACED = 4  # steps
 
 
 def traced(trainer: Trainer, first: int, path: Path) -> None:
-    """Take a few steps again and write what host and GPU did, for chrome://tracing."""
+    """Repeat a few steps and write a trace of host and GPU for chrome://tracing."""
     trainer.step = first
     with torch.profiler.profile() as profile:
         advance(trainer, TRACED)
@@ -113,7 +120,7 @@ def traced(trainer: Trainer, first: int, path: Path) -> None:
 
 
 def advance(trainer: Trainer, steps: int) -> float:
-    """Train so many steps as `maxfactor train` does, and return the seconds."""
+    """Train some steps as `maxfactor train` does, and return the seconds."""
     batches = trainer.batches()
     until = trainer.step + steps
     try:
@@ -126,7 +133,7 @@ def advance(trainer: Trainer, steps: int) -> float:
 
 
 def audio_seconds(prepared: Prepared, settings: Settings, first: int, steps: int) -> float:
-    """How much audio some steps took, without what their batches were filled up with."""
+    """Seconds of audio in some steps, without padding."""
     order = Order(prepared.train.lengths, settings.batch_size, settings.seed)
     samples = sum(int(prepared.train.lengths[order[n]].sum()) for n in range(first, first + steps))
     return samples / SAMPLE_RATE
@@ -135,18 +142,18 @@ def audio_seconds(prepared: Prepared, settings: Settings, first: int, steps: int
 # --------------------------------------------------------------------------------- kernels
 
 
-def busy(trainer: Trainer, first: int, window: int) -> dict[str, Any]:
-    """The share of time in which kernels ran, in steps that were taken before; null on a CPU."""
+def busy(trainer: Trainer, first: int, window: int) -> Record:
+    """The share of time in which kernels run, in repeated steps; null on a CPU."""
     names = ("busy", "busy_profiled", "kernels_per_step", "kernel_ms_per_step", "ms_per_step")
     if trainer.device.type != "cuda":
         return dict.fromkeys(names)
-    trainer.step = first  # batches follow from it
+    trainer.step = first  # which decides the batches
     seconds = advance(trainer, window)
     trainer.step = first
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         slowed = advance(trainer, window)
     kernels = kernels_of(profile)
-    if not kernels:  # a machine may forbid looking at them
+    if not kernels:  # a machine may forbid profiling
         return dict.fromkeys(names) | {"ms_per_step": round(1e3 * seconds / window, 3)}
     ran = covered(kernels)
     values = (
@@ -183,7 +190,7 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 @contextmanager
 def utilisation(device: str) -> Iterator[list[float]]:
-    """Percentages that nvidia-smi showed meanwhile; none without it or on a CPU."""
+    """Percentages from nvidia-smi during the block; none without it or on a CPU."""
     samples: list[float] = []
     program = shutil.which("nvidia-smi")
     if device != "cuda" or program is None:
@@ -211,7 +218,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--task", default="sentences")
     parser.add_argument("--model", default="tiny")
-    parser.add_argument("--optimizers", nargs="+", default=["speech", "adamw"])
+    parser.add_argument("--optimizers", nargs="+", default=["quality", "adamw"])
     parser.add_argument("--batch-size", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--graphs", nargs="+", default=["yes", "no"], choices=("yes", "no"))
     parser.add_argument("--dtype", help="[bf16 on cuda, fp32 on the CPU]")
@@ -222,9 +229,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200, help="timed ones")
     parser.add_argument("--window", type=int, default=60, help="profiled ones")
     parser.add_argument("--workers", type=int, help="processes that synthesise [one per core]")
-    parser.add_argument("--cache", type=Path, help="of synthesised speech")
+    parser.add_argument("--cache", type=Path, help="folder that caches synthesised speech")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
-    parser.add_argument("--trace", type=Path, help="of the last training: what host and GPU did")
+    parser.add_argument("--trace", type=Path, help="write a trace of the last training")
     parser.add_argument("--quick", action="store_true", help="nano on digits, a few steps")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():

@@ -11,18 +11,21 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING
 
-from speech_runs import Record, Run, serve, told
+from studies.training import serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from multiprocessing.process import BaseProcess
     from pathlib import Path
 
-ATTEMPTS = 2  # at a run that fails; the second without graphs
+    from measurement import Record
+    from studies.runs import Run
+
+ATTEMPTS = 2  # at a run that fails; the second one without CUDA graphs
 STOPPED_WITHIN = 5.0  # seconds that a worker has to end
 PROBED_WITHIN = 45.0  # seconds that MPS has to answer
 MPS_VARIABLES = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
@@ -39,10 +42,10 @@ class Worker:
 
 
 class Workers:
-    """Runs side by side, until there are none or the time is over.
+    """Worker processes that do runs side by side, until there are none or the time is over.
 
     Args:
-        cache: Where features are kept.
+        cache: Folder of features.
         device: What to train on.
         jobs: How many small runs at a time; a large one counts for several.
         graph: The most that a CUDA graph may hold: "whole", "half" or "eager".
@@ -60,19 +63,17 @@ class Workers:
         deadline: float,
         keep: Callable[[Record], None],
     ) -> bool:
-        """Do what is pending, which may grow with what is kept; return whether all was done."""
+        """Do pending runs, of which finished ones may cause more; return whether all were done."""
         try:
-            while True:
+            while (left := deadline - time.monotonic()) > 0.0:
                 self._hand_out(pending())
                 busy = [worker for worker in self._workers if worker.task is not None]
                 if not busy:
                     return not self.errors
-                left = deadline - time.monotonic()
-                if left <= 0.0:
-                    return False
                 for connection in wait([worker.connection for worker in busy], min(left, 5.0)):
                     [worker] = [one for one in busy if one.connection is connection]
                     self._receive(worker, keep)
+            return False
         finally:
             self._stop()
 
@@ -99,7 +100,7 @@ class Workers:
             target=serve, args=(theirs, self._cache, self._device), daemon=True
         )
         process.start()
-        theirs.close()  # else its end is never seen
+        theirs.close()  # or the end of the process would not be noticed
         self._workers.append(Worker(process, ours))
         return self._workers[-1]
 
@@ -111,13 +112,13 @@ class Workers:
         except (EOFError, OSError):
             worker.process.join(STOPPED_WITHIN)
             code = worker.process.exitcode
-            record = {"run": asdict(run), "error": f"the worker ended with status {code}"}
+            record = {"run": run.described, "error": f"the worker ended with status {code}"}
         worker.task = None
         if "error" not in record:
             keep({**record, "jobs": self._jobs})
             return
         self._failures[run.key] += 1
-        print(f"FAILED {told(run)}\n{record['error']}", flush=True)
+        print(f"FAILED {run}\n{record['error']}", flush=True)
         if self._failures[run.key] >= ATTEMPTS:
             self.errors.append(record)
         self._workers.remove(worker)
@@ -145,10 +146,10 @@ def _end(workers: Sequence[Worker]) -> None:
 
 @contextmanager
 def shared_gpu(device: str, is_wanted: bool = True) -> Iterator[Callable[[], bool]]:
-    """CUDA's multi-process service for the processes that are started inside, if it is there.
+    """CUDA's multi-process service (MPS) for processes started inside, if it is available.
 
-    Yields a function that says whether it works, and takes it back if it does not; the question
-    is asked at once and answered in the background.
+    Yields a function that returns whether MPS works, and disables it if not. The probe starts at
+    once and runs in the background.
     """
     control = shutil.which("nvidia-cuda-mps-control")
     if not (is_wanted and device.startswith("cuda")) or control is None:
@@ -179,7 +180,7 @@ def shared_gpu(device: str, is_wanted: bool = True) -> Iterator[Callable[[], boo
 
 
 def _quietly(command: list[str], said: str = "", environment: dict[str, str] | None = None) -> bool:
-    """Run a command; no pipes for its output, which a daemon would keep open."""
+    """Run a command without pipes for its output, which a daemon would keep open."""
     silent = subprocess.DEVNULL
     try:
         done = subprocess.run(

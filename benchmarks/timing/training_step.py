@@ -1,19 +1,18 @@
-"""What share of a real training step the optimizer has: forward and backward of a Whisper.
+"""The optimizer's share of a training step: forward and backward pass of a Whisper beside it.
 
-    python benchmarks/training_step.py --device cuda --model large-v3 --batch 8 --out FILE.json
-    python benchmarks/training_step.py --quick        # a tiny model on the CPU
+    python benchmarks/timing/training_step.py --device cuda --model large-v3 --out FILE.json
+    python benchmarks/timing/training_step.py --quick        # a tiny model on the CPU
 
 The model comes from `transformers` by its configuration, with random weights; inputs are noise of
 30 seconds and 100 tokens. Weights and gradients are float32, the arithmetic bfloat16 by autocast.
-Times are medians with a wait at the end of each part.
+Times are medians that include a wait for the device, after a warm-up.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
+import sys
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,10 @@ from torch import nn
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 import maxfactor
-from maxfactor_speech.bench.step_time import circumstances, state_bytes, write
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+
+from measurement import Record, circumstances, milliseconds, state_bytes_per_parameter, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,7 +60,7 @@ def whisper(size: str) -> Any:
 
 
 def optimizers(model: nn.Module) -> dict[str, Callable[[], Any]]:
-    """Our recipes and what they are compared with."""
+    """Our recipes, and AdamW."""
     ours = {name: (lambda name=name: maxfactor.for_model(model, name)) for name in RECIPES}
     on_gpu = next(model.parameters()).is_cuda
     return ours | {
@@ -66,22 +68,10 @@ def optimizers(model: nn.Module) -> dict[str, Callable[[], Any]]:
     }
 
 
-RECIPES = ("1.0", "lean", "fam", "speech")
+RECIPES = ("published-1.0", "lean", "fast", "quality")
 
 
-def milliseconds(call: Callable[[], object], device: str, repeats: int) -> float:
-    """The median time of a call, the wait for the device included."""
-    times = []
-    for _ in range(repeats + 1):  # the first one compiles and allocates
-        start = time.perf_counter()
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return 1e3 * median(times[1:])
-
-
-def measure(size: str, batch: int, device: str, repeats: int) -> dict[str, Any]:
+def measure(size: str, batch: int, device: str, repeats: int) -> Record:
     """Forward and backward once, then a step of each optimizer."""
     with torch.device(device):
         model = whisper(size)
@@ -101,15 +91,15 @@ def measure(size: str, batch: int, device: str, repeats: int) -> dict[str, Any]:
     for name, make in optimizers(model).items():
         optimizer = make()
         ms = milliseconds(optimizer.step, device, repeats)
-        per_param = state_bytes(optimizer) / count
-        rows.append({"optimizer": name, "ms": ms, "share": ms / (ms + training)})
-        rows[-1]["state bytes per parameter"] = per_param
+        per_param = state_bytes_per_parameter([optimizer], count)
+        row = {"optimizer": name, "ms": ms, "share": ms / (ms + training)}
+        rows.append({**row, "state_bytes_per_parameter": per_param})
         print(f"{name:20} {ms:8.1f} ms  {ms / (ms + training):6.1%}  {per_param:.2f} B/param")
         del optimizer
-    return {"forward and backward ms": training, "parameters": count, "rows": rows}
+    return {"forward_backward_ms": training, "parameters": count, "rows": rows}
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def main(argv: Sequence[str] | None = None) -> Record:
     """Measure, print, and write the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -122,11 +112,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if options.quick:
         options.model, options.batch, options.repeats = "quick", 1, 1
     result = measure(options.model, options.batch, options.device, options.repeats)
-    print(f"forward and backward {result['forward and backward ms']:.1f} ms")
+    print(f"forward and backward {result['forward_backward_ms']:.1f} ms")
     settings = {"model": options.model, "batch": options.batch, "seconds": 30, "tokens": TOKENS}
     report = {**circumstances(options.device), "settings": settings, **result}
     if options.out is not None:
-        write(options.out, report)
+        write_json(options.out, report)
     return report
 
 

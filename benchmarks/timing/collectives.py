@@ -1,23 +1,25 @@
 """How many messages a sharded step sends, how large they are, and what a thousand GPUs would see.
 
-    python benchmarks/collectives.py --out benchmarks/results/collectives.json
-    python benchmarks/collectives.py --markdown benchmarks/results/collectives.json
-    python benchmarks/collectives.py --quick
+    python benchmarks/timing/collectives.py --out benchmarks/results/collectives.json
+    python benchmarks/timing/collectives.py --markdown benchmarks/results/collectives.json
+    python benchmarks/timing/collectives.py --quick
 
-Counts are taken on 2, 3 and 4 processes over loopback (gloo), with the shapes of a real model
+Messages are counted on 2, 3 and 4 processes over loopback (gloo), with the shapes of a real model
 sharded by rows as FSDP2 does it, and on 2 x 2 (HSDP). They are compared with `predicted`, written
 from the equations; the prediction is then evaluated for a larger model on more ranks, with a
-latency and a bandwidth that are assumptions. Bytes are those of the buffer that a rank hands over.
+latency and a bandwidth that are assumptions. Bytes are those of the buffer that a rank sends.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
+import sys
 import tempfile
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,21 +34,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import maxfactor
 from maxfactor.distributed.owner_exchange import balanced
-from maxfactor.recipes import find_recipe
 from maxfactor.rule.newton_schulz import steps_at_a_time
-from maxfactor.settings import AdafactorHyper, MaxFactorHyper
-from maxfactor.state import factoring
-from maxfactor_speech.bench.shapes import MODELS, Shape, elements, shapes
-from maxfactor_speech.bench.step_time import circumstances, write
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+
+from measurement import (
+    MODELS,
+    Record,
+    Shape,
+    circumstances,
+    elements,
+    every_kind,
+    shapes,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-Hyper = MaxFactorHyper | AdafactorHyper
-
-CONTENDERS = ("1.0", "0.2", "lean", "fam", "speech", "Adafactor", "torch AdamW")
 FLOAT = 4  # bytes
-GPU_WIRE = 2  # bytes for each entry of a matrix that travels: bfloat16
+GPU_WIRE = 2  # bytes for each entry of a matrix that is exchanged: bfloat16
 LIMIT = timedelta(seconds=120)
 RANKS_ON_PAPER = (8, 64, 1024)
 LATENCY = 10e-6  # seconds for a message between two GPUs, an assumption
@@ -55,13 +62,35 @@ BANDWIDTH = 25e9  # bytes per second that a GPU can send, an assumption: 200 Gb/
 
 @dataclass(frozen=True)
 class Message:
-    """One collective: "sum" and "max" are all-reduces, "deal" is an all-to-all of all ranks."""
+    """One collective: "sum" and "max" are all-reduces, "exchange" is an all-to-all."""
 
     kind: str
-    bytes: int  # of each rank's buffer; of all ranks together for "deal"
+    bytes: int  # of each rank's buffer; of all ranks together for "exchange"
 
 
 # ------------------------------------------------------------------------------- on paper
+
+
+@dataclass(frozen=True)
+class Reductions:
+    """How many values an optimizer reduces after the first message, for each tensor."""
+
+    max_rows: int = 0  # max R of (6), for each matrix
+    matrix: dict[str, int] = field(default_factory=dict)  # of the third message
+    vector: dict[str, int] = field(default_factory=dict)
+    exchanges_hidden: bool = False  # the orthogonal direction needs whole matrices
+
+
+# max|U| of (7), of a vector also that of its one row; the sum of U^2; FAM's two sums.
+REDUCTIONS: dict[str, Reductions] = {
+    "published-1.0": Reductions(1, {"max": 1}, {"max": 2}),
+    "published-0.2": Reductions(1, {"max": 1, "sum": 1}, {"max": 1, "sum": 1}),
+    "lean": Reductions(0, {"sum": 1}, {"sum": 1}),
+    "fast": Reductions(0, {"sum": 3}, {"sum": 1}),
+    "quality": Reductions(0, {"sum": 3}, {"sum": 1}, exchanges_hidden=True),
+    "Adafactor": Reductions(0, {"sum": 1}, {"sum": 1}),
+}
+CONTENDERS = (*REDUCTIONS, "torch AdamW")
 
 
 def kind_of(name: str, shape: Shape) -> str:
@@ -73,74 +102,48 @@ def kind_of(name: str, shape: Shape) -> str:
     return "embedding" if "embed" in name else "hidden"
 
 
-def settings_of(contender: str, kind: str) -> dict[str, Any]:
-    """Arguments of an optimizer of ours for a kind of layer."""
-    return {} if contender == "Adafactor" else find_recipe(contender).settings(kind)
-
-
-def hyper_of(contender: str, kind: str) -> Hyper:
-    """The same, checked."""
-    chosen = settings_of(contender, kind)
-    return AdafactorHyper() if contender == "Adafactor" else MaxFactorHyper.from_group(chosen)
-
-
 def predicted(
     model: Mapping[str, Shape], contender: str, ranks: int, wire: int = FLOAT
 ) -> list[Message]:
     """The messages of a step where the first dimension is cut over `ranks`, from the equations.
 
-    Matrices that are dealt out travel with `wire` bytes for each entry.
+    Matrices that are exchanged take `wire` bytes for each entry.
     """
     if contender == "torch AdamW" or ranks == 1:
         return []
+    rule = REDUCTIONS[contender]
     first, second, third = Counter[str](), Counter[str](), Counter[str]()
-    dealt = 0
+    exchanged = 0
     for name, shape in model.items():
-        hyper = hyper_of(contender, kind_of(name, shape))
-        first.update(first_round(shape, hyper))
-        second.update(second_round(shape, hyper))
-        third.update(third_round(shape, hyper))
-        dealt += math.prod(shape) * is_orthogonal(shape, hyper)
+        first["sum"] += first_sums(shape)
+        if len(shape) < 2:
+            third.update(rule.vector)
+            continue
+        second["max"] += rule.max_rows
+        if is_exchanged(name, shape, contender):
+            exchanged += math.prod(shape)
+        else:
+            third.update(rule.matrix)
     found = [packed(each, ranks) for each in (first, second, third)]
     messages = [message for message in found if message.bytes]
-    return messages + [Message("deal", wire * dealt)] * (2 if dealt else 0)
+    return messages + [Message("exchange", wire * exchanged)] * (2 if exchanged else 0)
 
 
-def first_round(shape: Shape, hyper: Hyper) -> dict[str, int]:
-    """Sums: of G^2, of W^2, of R or v; of G^2 by columns; and whether all is finite."""
-    layout = factoring(shape, hyper.factor)
-    if layout is None or hyper.keeps_dense_variance(math.prod(shape)):
-        return {"sum": 4}
-    return {"sum": 5 + layout.matrix[-1]}
+def first_sums(shape: Shape) -> int:
+    """Sums of G^2, of W^2, of R or v; of G^2 by columns; and whether all values are finite."""
+    return 4 if len(shape) < 2 else 5 + columns(shape)
 
 
-def second_round(shape: Shape, hyper: Hyper) -> dict[str, int]:
-    """The maximum of R in (6)."""
-    published = isinstance(hyper, MaxFactorHyper) and hyper.direction == "sign_max"
-    if len(shape) < 2 or not published or hyper.is_filtered(is_vector=False):
-        return {}
-    return {"max": 1}
+def columns(shape: Shape) -> int:
+    """Columns of the matrix that a tensor is read as: the split with fewest rows + columns."""
+    splits = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape))]
+    return min(splits, key=sum)[1]
 
 
-def third_round(shape: Shape, hyper: Hyper) -> dict[str, int]:
-    """max|U|, of a vector also as that of its one row; the sum of U^2; FAM's two sums."""
-    if is_orthogonal(shape, hyper):
-        return {}
-    found = Counter[str]()
-    if isinstance(hyper, AdafactorHyper) or hyper.direction == "factored":
-        found["sum"] = 1
-    else:
-        by_sign = len(shape) < 2 and hyper.vector_direction == "sign_max"
-        found["max"] = 2 if by_sign else 1
-        found["sum"] = int(hyper.d < 1 or hyper.clip_threshold > 0)
-    if len(shape) > 1:
-        found["sum"] += 2 * hyper.bands
-    return found
-
-
-def is_orthogonal(shape: Shape, hyper: Hyper) -> bool:
-    """Whether it is dealt out."""
-    return getattr(hyper, "direction", None) == "orthogonal" and len(shape) > 1
+def is_exchanged(name: str, shape: Shape, contender: str) -> bool:
+    """Whether a tensor goes to one owner, which orthogonalises it."""
+    rule = REDUCTIONS.get(contender)
+    return rule is not None and rule.exchanges_hidden and kind_of(name, shape) == "hidden"
 
 
 def packed(values: Counter[str], ranks: int) -> Message:
@@ -168,13 +171,13 @@ def tree(ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Busiest:
-    """What the rank with most to do has of the matrices that are dealt out."""
+    """What the busiest rank owns of the matrices that are exchanged."""
 
     elements: int = 0
     operations: int = 0  # of the Newton-Schulz iterations
 
     def seconds(self, ranks: int, wire: int) -> float:
-        """To it and back: a message to every other rank, one after the other, and the bytes."""
+        """Both ways: a message for every other rank, one after the other, and the bytes."""
         if not self.elements:
             return 0.0
         sent = self.elements * wire * (ranks - 1) / ranks
@@ -182,13 +185,9 @@ class Busiest:
 
 
 def busiest(model: Mapping[str, Shape], contender: str, ranks: int) -> Busiest:
-    """Deal the matrices of a model out on paper."""
-    if contender in ("Adafactor", "torch AdamW"):
-        return Busiest()
+    """Assign the matrices of a model to owners on paper."""
     matrices = [
-        sorted(shape)
-        for name, shape in model.items()
-        if is_orthogonal(shape, hyper_of(contender, kind_of(name, shape)))
+        sorted(shape) for name, shape in model.items() if is_exchanged(name, shape, contender)
     ]
     owners = balanced(tuple(short * short * long for short, long in matrices), ranks)
     entries, products = Counter[int](), Counter[int]()
@@ -199,12 +198,12 @@ def busiest(model: Mapping[str, Shape], contender: str, ranks: int) -> Busiest:
     return Busiest(max(entries.values(), default=0), max(products.values(), default=0))
 
 
-def on_paper(model: str, contender: str, ranks: int) -> dict[str, Any]:
-    """What a step costs by the model, on GPUs, where matrices travel as bfloat16."""
+def on_paper(model: str, contender: str, ranks: int) -> Record:
+    """What a step costs by this model on GPUs, where matrices are exchanged in bfloat16."""
     messages = predicted(shapes(model), contender, ranks, wire=GPU_WIRE)
-    reductions = [message for message in messages if message.kind != "deal"]
+    reductions = [message for message in messages if message.kind != "exchange"]
     owner = busiest(shapes(model), contender, ranks)
-    dealing = owner.seconds(ranks, GPU_WIRE)
+    exchange = owner.seconds(ranks, GPU_WIRE)
     weights = FLOAT * elements(shapes(model))
     return {
         "model": model,
@@ -213,8 +212,8 @@ def on_paper(model: str, contender: str, ranks: int) -> dict[str, Any]:
         "messages": len(messages),
         "all_reduce_bytes": sum(message.bytes for message in reductions),
         "all_to_all_bytes": 2 * GPU_WIRE * owner.elements,
-        "ring_ms": 1e3 * (sum(seconds(each, ranks, ring) for each in reductions) + dealing),
-        "tree_ms": 1e3 * (sum(seconds(each, ranks, tree) for each in reductions) + dealing),
+        "ring_ms": 1e3 * (sum(seconds(each, ranks, ring) for each in reductions) + exchange),
+        "tree_ms": 1e3 * (sum(seconds(each, ranks, tree) for each in reductions) + exchange),
         "newton_schulz_tflop": owner.operations / 1e12,
         # FSDP itself: weights before the forward and the backward pass, then gradients.
         "fsdp_bytes": 3 * weights * (ranks - 1) / ranks,
@@ -226,7 +225,7 @@ def on_paper(model: str, contender: str, ranks: int) -> dict[str, Any]:
 
 
 class Messages(TorchDispatchMode):
-    """Records the collectives of this process, with the bytes that it hands over."""
+    """Records the collectives of this process, with the bytes that it sends."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -235,7 +234,7 @@ class Messages(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func._schema.name.split("::")[1]
-            # An all-to-all gets what it fills first, then what it sends.
+            # The first argument of an all-to-all is its output, the second what it sends.
             given = args[1] if name == "alltoall_base_" else args[0]
             tensors = given if isinstance(given, (list, tuple)) else [given]
             self.found.append((name, sum(x.numel() * x.element_size() for x in tensors)))
@@ -248,12 +247,23 @@ def optimizer_for(contender: str, params: Mapping[str, Tensor]) -> torch.optim.O
         return torch.optim.AdamW(params.values())
     if contender == "Adafactor":
         return maxfactor.Adafactor(params.values())
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[str, Record] = {}
     for name, param in params.items():
         kind = kind_of(name, tuple(param.shape))
-        group = groups.setdefault(kind, {"params": [], **settings_of(contender, kind)})
+        group = groups.setdefault(kind, {"params": [], **recipe_settings(contender)[kind]})
         group["params"].append(param)
     return maxfactor.MaxFactor(list(groups.values()))
+
+
+@functools.cache
+def recipe_settings(recipe: str) -> dict[str, Record]:
+    """The settings that `for_model` gives each kind of layer."""
+    optimizer = maxfactor.for_model(every_kind(), recipe)
+    names = ("params", "param_names", "kind")
+    return {
+        group["kind"]: {name: value for name, value in group.items() if name not in names}
+        for group in optimizer.param_groups
+    }
 
 
 def counted(contender: str, model: Mapping[str, Shape], mesh: DeviceMesh) -> list[tuple[str, int]]:
@@ -274,7 +284,7 @@ def counted(contender: str, model: Mapping[str, Shape], mesh: DeviceMesh) -> lis
 
 
 def torch_adafactor(mesh: DeviceMesh) -> list[dict[str, str]]:
-    """What torch's own Adafactor does with shards: next to the same without them."""
+    """What torch's own Adafactor does with shards, compared with the same step without them."""
     rows = []
     for shape in [(8,), (8, 4), (4, 4, 4)]:
         generator = torch.Generator().manual_seed(0)
@@ -297,7 +307,7 @@ def torch_adafactor(mesh: DeviceMesh) -> list[dict[str, str]]:
     return rows
 
 
-def work(rank: int, world: int, port: int, task: dict[str, Any], folder: str) -> None:
+def count_on_rank(rank: int, world: int, port: int, task: Record, folder: str) -> None:
     """One process: count for every contender, and write what this rank found."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, False, LIMIT)  # type: ignore[attr-defined]
@@ -310,12 +320,12 @@ def work(rank: int, world: int, port: int, task: dict[str, Any], folder: str) ->
     dist.destroy_process_group()
 
 
-def measure(task: dict[str, Any], folder: Path) -> tuple[list[dict[str, Any]], list[Any]]:
+def measure(task: Record, folder: Path) -> tuple[list[Record], list[Any]]:
     """Start the processes; return a row for each contender, and what torch's Adafactor did."""
     folder.mkdir(parents=True, exist_ok=True)
     world = math.prod(task["mesh"])
     store = dist.TCPStore("127.0.0.1", 0, None, True, LIMIT, wait_for_workers=False)  # type: ignore[attr-defined]
-    mp.spawn(work, args=(world, store.port, task, str(folder)), nprocs=world)  # type: ignore[attr-defined,no-untyped-call]
+    mp.spawn(count_on_rank, args=(world, store.port, task, str(folder)), nprocs=world)  # type: ignore[attr-defined,no-untyped-call]
     answers = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
     rows = [
         row_of(task, contender, [found[contender] for found, _ in answers])
@@ -324,16 +334,16 @@ def measure(task: dict[str, Any], folder: Path) -> tuple[list[dict[str, Any]], l
     return rows, answers[0][1]
 
 
-def row_of(task: dict[str, Any], contender: str, ranks: list[list[Any]]) -> dict[str, Any]:
+def row_of(task: Record, contender: str, ranks: list[list[Any]]) -> Record:
     """What was counted on all ranks, beside the prediction."""
     names = [[name for name, _ in found] for found in ranks]
-    assert all(each == names[0] for each in names), "every rank takes part in every message"
-    is_deal = [name == "alltoall_base_" for name in names[0]]
-    copies = math.prod(task["mesh"][:-1])  # which deal among themselves
+    assert all(each == names[0] for each in names), "ranks sent different messages"
+    is_exchange = [name == "alltoall_base_" for name in names[0]]
+    copies = math.prod(task["mesh"][:-1])  # each exchanges among its own ranks
     sizes = [[size for _, size in found] for found in ranks]
     totals = [
-        sum(column) // copies if deal else column[0]
-        for deal, column in zip(is_deal, zip(*sizes, strict=True), strict=True)
+        sum(column) // copies if exchange else column[0]
+        for exchange, column in zip(is_exchange, zip(*sizes, strict=True), strict=True)
     ]
     expected = predicted(shapes(task["model"]), contender, task["mesh"][-1])
     return {
@@ -345,7 +355,7 @@ def row_of(task: dict[str, Any], contender: str, ranks: list[list[Any]]) -> dict
         ],
         "predicted": [asdict(message) for message in expected],
         "as_predicted": totals == [message.bytes for message in expected]
-        and is_deal == [message.kind == "deal" for message in expected],
+        and is_exchange == [message.kind == "exchange" for message in expected],
     }
 
 
@@ -377,7 +387,7 @@ def as_text(result: Mapping[str, Any]) -> str:
             "ranks",
             "messages",
             "reduced MB",
-            "dealt MB",
+            "exchanged MB",
             "ring ms",
             "tree ms",
             "FSDP ms",
@@ -395,7 +405,7 @@ def as_text(result: Mapping[str, Any]) -> str:
 def as_markdown(result: Mapping[str, Any]) -> str:
     """The two tables of docs/distributed.md: counted on one mesh after the other, and on paper."""
     counted_rows = ["| | messages | bytes on 2 ranks | on 3 | on 4 | as predicted |"]
-    paper = ["| | messages | all-reduced MB | dealt MB, there and back | ring, ms | tree, ms |"]
+    paper = ["| | messages | all-reduced MB | exchanged MB, both ways | ring, ms | tree, ms |"]
     for contender in CONTENDERS:
         rows = [row for row in result["measured"] if row["optimizer"] == contender]
         sizes = [[f"{message['bytes']:,}" for message in row["messages"]] for row in rows]
@@ -437,11 +447,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def main(argv: Sequence[str] | None = None) -> Record:
     """Count, compare, print, write."""
     options = arguments(argv)
     if options.markdown is not None:
-        written: dict[str, Any] = json.loads(options.markdown.read_text())
+        written: Record = json.loads(options.markdown.read_text())
         print(as_markdown(written))
         return written
     meshes = [[ranks] for ranks in options.ranks] + ([] if options.quick else [[2, 2]])
@@ -454,7 +464,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             measured += rows
             adafactor += outcome
     paper = [on_paper(options.on_paper, each, k) for each in CONTENDERS for k in RANKS_ON_PAPER]
-    result: dict[str, Any] = {
+    result: Record = {
         **circumstances("cpu"),
         "arguments": {
             name: value for name, value in vars(options).items() if name not in ("out", "markdown")
@@ -466,7 +476,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     }
     print(as_text(result))
     if options.out is not None:
-        write(options.out, result)
+        write_json(options.out, result)
     return result
 
 

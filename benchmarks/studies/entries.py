@@ -1,0 +1,92 @@
+"""Rows of tables: a recipe or a peer, with settings in place of its own.
+
+Stored rows of `quality` and `fast` were measured before version 0.2.0, with weight decay 0.1 and
+0.01 by `lr`. Recipes now decay by the relative step. Rows here have the earlier decay
+(EARLIER_DECAY), so they match what is stored; `momentum_study.py --decay recipe` takes the
+recipe's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import maxfactor
+from studies.runs import Run
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+EARLIER_DECAY: dict[str, dict[str, Any]] = {
+    "quality": {"weight_decay": 0.1, "decay_by": "lr"},
+    "fast": {"weight_decay": 0.01, "decay_by": "lr"},
+}
+QUARTER = {"vector": {"lr_share": 0.25}}  # of the learning rate, for norms and biases
+HALF_QUARTER = {"embedding": {"lr_share": 0.5}, **QUARTER}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of a table: a run without its learning rate and seed."""
+
+    name: str
+    run: Run
+    rates: tuple[float, ...]
+    search: int = 1  # seeds at each rate, by whose mean the best rate is chosen
+    seeds: int = 3  # at the best rate
+
+    def at(self, lr: float, seed: int = 0) -> Run:
+        """The run with a learning rate and a seed."""
+        return replace(self.run, lr=lr, seed=seed)
+
+
+def entry(
+    name: str,
+    optimizer: str,
+    rates: Sequence[float],
+    search: int = 1,
+    seeds: int = 3,
+    **settings: Any,
+) -> Entry:
+    """A row; `settings` are fields of Run, and anything else is an argument of `for_model`."""
+    given = {key: settings.pop(key) for key in list(settings) if key in Run.__dataclass_fields__}
+    settings = {**EARLIER_DECAY.get(optimizer, {}), **settings}
+    return Entry(
+        name, Run(optimizer, rates[0], settings=settings, **given), tuple(rates), search, seeds
+    )
+
+
+def fam(**settings: Any) -> dict[str, Any]:
+    """FAM's settings as a parameter group holds them, all of them, so that a key is complete."""
+    return asdict(maxfactor.FAM(**settings))
+
+
+def first(
+    recipe: str, name: str, rates: Sequence[float], search: int = 1, **settings: Any
+) -> Entry:
+    """A row of `fast` or `quality` in its first form: the full learning rate for every layer.
+
+    `fast` then had FAM up to 0.92.
+    """
+    momentum = {"momentum": fam(beta_max=0.92)} if recipe == "fast" else {}
+    by_kind = settings.pop("by_kind", {})
+    by_kind = {**by_kind, "others": {"lr_share": 1.0, **by_kind.get("others", {})}}
+    return entry(name, recipe, rates, search, by_kind=by_kind, **{**momentum, **settings})
+
+
+def first_fast(name: str, rates: Sequence[float], search: int = 1, **settings: Any) -> Entry:
+    """A row of `fast` in its first form."""
+    return first("fast", name, rates, search, **settings)
+
+
+def first_quality(name: str, rates: Sequence[float], search: int = 1, **settings: Any) -> Entry:
+    """A row of `quality` in its first form."""
+    return first("quality", name, rates, search, **settings)
+
+
+def with_recipe_decay(row: Entry) -> Entry:
+    """The same row with the decay that its recipe has now, unless the row is about decay."""
+    run, earlier = row.run, EARLIER_DECAY.get(row.run.optimizer, {})
+    is_earlier = earlier.items() <= run.settings.items()
+    settings = {name: value for name, value in run.settings.items() if name not in earlier}
+    return replace(row, run=replace(run, settings=settings)) if earlier and is_earlier else row
