@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from maxfactor_speech.bench.shapes import MODELS, Shape, elements, shapes
-from maxfactor_speech.bench.step_time import WARM_UP
 from maxfactor_speech.bench.contenders import Several
 from maxfactor_speech.bench.results import circumstances
-from maxfactor_speech.state_size import state_bytes
+from maxfactor_speech.bench.shapes import MODELS, Shape, elements, shapes
+from maxfactor_speech.bench.step_time import WARM_UP
 from maxfactor_speech.bench.step_time import main as time_steps
+from maxfactor_speech.state_size import state_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -1,19 +1,19 @@
 """The names of the speech application that benchmarks use; they import them from here."""
 
 from maxfactor_speech.data.audio import SAMPLE_RATE
-from maxfactor_speech.data.corpus import Split
 from maxfactor_speech.data.batches import Order, collate
-from maxfactor_speech.training.evaluation import decode, in_batches
+from maxfactor_speech.data.corpus import Split
+from maxfactor_speech.data.espeak import Espeak, Location
 from maxfactor_speech.data.features import HOP, log_mel
+from maxfactor_speech.data.shards import Utterance
+from maxfactor_speech.data.synthesis import Script, render
 from maxfactor_speech.data.tokens import IGNORED, Codec
+from maxfactor_speech.training.evaluation import decode, in_batches
+from maxfactor_speech.training.loop import LOG_EVERY, train_until
 from maxfactor_speech.training.model import Size, loss_of, whisper
 from maxfactor_speech.training.optimizers import make_optimizer
 from maxfactor_speech.training.preparation import MAX_TOKENS, Prepared, prepare, task_codec
 from maxfactor_speech.training.settings import Settings
-from maxfactor_speech.data.shards import Utterance
-from maxfactor_speech.data.espeak import Espeak, Location
-from maxfactor_speech.data.synthesis import Script, render
-from maxfactor_speech.training.loop import LOG_EVERY, train_until
 from maxfactor_speech.training.trainer import Trainer
 
 __all__ = [
@@ -31,8 +31,8 @@ __all__ = [
     "Settings",
     "Size",
     "Split",
-    "Utterance",
     "Trainer",
+    "Utterance",
     "collate",
     "decode",
     "in_batches",

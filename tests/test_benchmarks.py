@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 
 import maxfactor
 from figures import fam_pictures
-from maxfactor_speech.bench import shapes, step_time
+from maxfactor_speech.bench import contenders, shapes, step_time
 from maxfactor_speech.cli import app
+from maxfactor_speech.state_size import state_bytes
 from measurement import RESULTS, Record, milliseconds, write_json
 from speech_application import loss_of
 from studies import fam_spectrum, momentum_study, speech_task
@@ -114,7 +115,7 @@ def test_step_time_on_a_gpu() -> None:
 
 
 def test_a_package_that_is_missing_is_left_out_with_the_reason() -> None:
-    contender = step_time.named("theirs", "no_such_package", "Adam")
+    contender = contenders.named("theirs", "no_such_package", "Adam")
     model = shapes.shapes("quick")
     report = step_time.measure([contender], model, "float32", "cpu", repeats=1)
     assert report.rows == []
@@ -136,7 +137,7 @@ def test_the_command_names_itself_and_is_quick_on_request() -> None:
 
 def test_a_filter_that_matches_nothing() -> None:
     with pytest.raises(SystemExit, match=r"no optimizer has one of .*'MaxFactor plain'"):
-        step_time.chosen(["nonsense"])
+        contenders.chosen(["nonsense"])
 
 
 def test_state_is_counted_once() -> None:
@@ -149,7 +150,7 @@ def test_state_is_counted_once() -> None:
         def step(self) -> None:
             """Nothing to do."""
 
-    assert step_time.state_bytes(Optimizer()) == 45
+    assert state_bytes(Optimizer()) == 45
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -371,7 +372,7 @@ def test_rows_have_the_decay_that_they_were_measured_with() -> None:
     assert now["quality"] == group_settings(Run("quality", lr=0.01))
     assert now["lean"] == stored["lean"]
     decays = {row.name: row.run.settings for row in entries_of("quality", recipe_decay=True)}
-    assert decays["weight decay 0.2"] == {"weight_decay": 0.2, "decay_by": "lr"}
+    assert decays["weight decay 0.2"] == {"weight_decay": 0.2, "switches": {"decay_by": "lr"}}
 
 
 def test_a_kind_comes_before_the_others() -> None:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 EARLIER_DECAY: dict[str, dict[str, Any]] = {
-    "quality": {"weight_decay": 0.1, "decay_by": "lr"},
-    "fast": {"weight_decay": 0.01, "decay_by": "lr"},
+    "quality": {"weight_decay": 0.1, "switches": {"decay_by": "lr"}},
+    "fast": {"weight_decay": 0.01, "switches": {"decay_by": "lr"}},
 }
 QUARTER = {"vector": {"lr_share": 0.25}}  # of the learning rate, for norms and biases
 HALF_QUARTER = {"embedding": {"lr_share": 0.5}, **QUARTER}

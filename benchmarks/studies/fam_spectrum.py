@@ -95,7 +95,7 @@ def run_of(bands: int, is_quick: bool) -> Run:
 def study_words() -> int:
     """How many words the study's error rates are shares of."""
     script = Script("sentences", "en", "validation", seed=0)
-    return sum(len(script.utterance(i).text.split()) for i in range(SENTENCES))
+    return sum(len(script.request(i).text.split()) for i in range(SENTENCES))
 
 
 def trained(plan: Plan, cache: Path) -> Record:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -18,6 +18,8 @@ from speech_application import make_optimizer
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from maxfactor.recipes import RecipeName
 
 PEERS = ("adamw", "adafactor", "lion", "muon")
 # Width, layers (of a Whisper on each side), heads.
@@ -150,7 +152,9 @@ def group_settings(run: Run) -> dict[str, Record]:
 
 
 def _written(group: Record) -> Record:
-    values = {name: _plain(group[name]) for name in UNWRITTEN}
+    switches = maxfactor.Switches(**(group["switches"] or {}))
+    known = {**group, "decay_by": switches.decay_by}
+    values = {name: _plain(known[name]) for name in UNWRITTEN}
     written = {name: value for name, value in values.items() if value != UNWRITTEN[name]}
     return {"lr": group["lr"], **written}
 
@@ -189,7 +193,8 @@ def recipe_optimizer(run: Run, model: nn.Module, on_cuda: bool) -> maxfactor.Max
     settings = {**run.settings, "nonfinite": "ignore"}  # a check would wait for the device
     if on_cuda:
         settings["capturable"] = has_momentum(run)
-    optimizer = maxfactor.for_model(model, run.optimizer, run.lr, **settings)
+    recipe = cast("RecipeName", run.optimizer)
+    optimizer = maxfactor.for_model(model, recipe, run.lr, **settings)
     for group in optimizer.param_groups:
         others = {} if group["kind"] == "hidden" else run.by_kind.get("others", {})
         changes = {**others, **run.by_kind.get(group["kind"], {})}

@@ -26,7 +26,7 @@ from speech_application import (
     Script,
     Size,
     Split,
-    Spoken,
+    Utterance,
     collate,
     decode,
     in_batches,
@@ -142,7 +142,7 @@ def synthesised(chunk: tuple[Speech, range]) -> Chunk:
     """Synthesise some utterances of a set."""
     speech, numbers = chunk
     espeak = _espeak()
-    spoken = [render(speech.script.utterance(number), espeak) for number in numbers]
+    spoken = [render(speech.script.request(number), espeak) for number in numbers]
     longest = max(len(one.samples) for one in spoken)
     # The last frames are silent, so repeating them makes all chunks equally long.
     batch = collate(Listed(spoken), range(len(spoken)), longest + SILENT_FRAMES * HOP)
@@ -153,14 +153,14 @@ def synthesised(chunk: tuple[Speech, range]) -> Chunk:
 class Listed:
     """Utterances in memory, as `collate` takes them."""
 
-    def __init__(self, spoken: list[Spoken]) -> None:
+    def __init__(self, spoken: list[Utterance]) -> None:
         self._spoken = spoken
         self.lengths = np.array([len(one.samples) for one in spoken], np.int32)
 
     def __len__(self) -> int:
         return len(self._spoken)
 
-    def __getitem__(self, number: int, /) -> Spoken:
+    def __getitem__(self, number: int, /) -> Utterance:
         return self._spoken[number]
 
     def text(self, number: int, /) -> str:
