@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
+    from maxfactor.recipes import RecipeName
+
 TEXT = torch.tensor(list(Path(__file__).read_bytes()))
 WIDTH, LAYERS, HEADS, LENGTH, BATCH = 48, 2, 4, 64, 8
 
@@ -63,7 +65,7 @@ class Model(nn.Module):
         return logits
 
 
-def build(recipe: str, mesh: DeviceMesh) -> tuple[nn.Module, maxfactor.MaxFactor]:
+def build(recipe: RecipeName, mesh: DeviceMesh) -> tuple[nn.Module, maxfactor.MaxFactor]:
     """A sharded model and its optimizer; each rank holds a few rows of every matrix."""
     torch.manual_seed(0)  # the same weights on all ranks, before each keeps its shard
     model = Model().to(mesh.device_type)
@@ -117,7 +119,7 @@ def load(model: nn.Module, optimizer: maxfactor.MaxFactor, folder: Path) -> None
     )
 
 
-def run(recipe: str, steps: int, folder: Path, mesh: DeviceMesh) -> None:
+def run(recipe: RecipeName, steps: int, folder: Path, mesh: DeviceMesh) -> None:
     """Train, save, load into a new model and optimizer, and compare their next steps."""
     say = print if dist.get_rank() == 0 else (lambda *_: None)
     model, optimizer = build(recipe, mesh)

@@ -22,7 +22,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,8 @@ from measurement import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from maxfactor.recipes import RecipeName
 
 FLOAT = 4  # bytes
 GPU_WIRE = 2  # bytes for each entry of a matrix that is exchanged: bfloat16
@@ -258,7 +260,7 @@ def optimizer_for(contender: str, params: Mapping[str, Tensor]) -> torch.optim.O
 @functools.cache
 def recipe_settings(recipe: str) -> dict[str, Record]:
     """The settings that `for_model` gives each kind of layer."""
-    optimizer = maxfactor.for_model(every_kind(), recipe)
+    optimizer = maxfactor.for_model(every_kind(), cast("RecipeName", recipe))
     names = ("params", "param_names", "kind")
     return {
         group["kind"]: {name: value for name, value in group.items() if name not in names}
