@@ -75,22 +75,25 @@ class Message:
 
 @dataclass(frozen=True)
 class Reductions:
-    """How many values an optimizer reduces after the first message, for each tensor."""
+    """How many values an optimizer reduces for each tensor, besides those that all reduce."""
 
     max_rows: int = 0  # max R of (6), for each matrix
     matrix: dict[str, int] = field(default_factory=dict)  # of the third message
     vector: dict[str, int] = field(default_factory=dict)
+    matrix_means: int = 0  # of the first message, for mean R: the sums of R and of G^2
+    vector_means: int = 0  # of the first message, for mean v: the sum of v
     exchanges_hidden: bool = False  # the orthogonal direction needs whole matrices
 
 
-# max|U| of (7), of a vector also that of its one row; the sum of U^2; FAM's two sums.
+# max|U| of (7), of a vector also that of its one row; the sum of U^2 if d is finite; FAM's two
+# sums of a matrix.
 REDUCTIONS: dict[str, Reductions] = {
     "published-1.0": Reductions(1, {"max": 1}, {"max": 2}),
     "published-0.2": Reductions(1, {"max": 1, "sum": 1}, {"max": 1, "sum": 1}),
-    "lean": Reductions(0, {"sum": 1}, {"sum": 1}),
-    "fast": Reductions(0, {"sum": 3}, {"sum": 1}),
-    "quality": Reductions(0, {"sum": 3}, {"sum": 1}, exchanges_hidden=True),
-    "Adafactor": Reductions(0, {"sum": 1}, {"sum": 1}),
+    "lean": Reductions(0, {"sum": 1}, {"sum": 1}, 2),
+    "fast": Reductions(0, {"sum": 2}, {}, 2, 1),
+    "quality": Reductions(0, {"sum": 2}, {}, 2, 1, exchanges_hidden=True),
+    "Adafactor": Reductions(0, {"sum": 1}, {"sum": 1}, 2),
 }
 CONTENDERS = (*REDUCTIONS, "torch AdamW")
 
@@ -117,7 +120,7 @@ def predicted(
     first, second, third = Counter[str](), Counter[str](), Counter[str]()
     exchanged = 0
     for name, shape in model.items():
-        first["sum"] += first_sums(shape)
+        first["sum"] += first_sums(shape, rule)
         if len(shape) < 2:
             third.update(rule.vector)
             continue
@@ -131,9 +134,11 @@ def predicted(
     return messages + [Message("exchange", wire * exchanged)] * (2 if exchanged else 0)
 
 
-def first_sums(shape: Shape) -> int:
-    """Sums of G^2, of W^2, of R or v; of G^2 by columns; and whether all values are finite."""
-    return 4 if len(shape) < 2 else 5 + columns(shape)
+def first_sums(shape: Shape, rule: Reductions) -> int:
+    """Sums of G^2 and of W^2, whether all values are finite; of a matrix also G^2 by columns."""
+    if len(shape) < 2:
+        return 3 + rule.vector_means
+    return 3 + rule.matrix_means + columns(shape)
 
 
 def columns(shape: Shape) -> int:
