@@ -175,7 +175,7 @@ def test_no_wait() -> None:
     assert optimizer._fused is not None
 
 
-@pytest.mark.parametrize("recipe", ["quality", "fam", "lean"])
+@pytest.mark.parametrize("recipe", ["quality", "fast", "lean"])
 def test_recipes(recipe: str) -> None:
     """All kinds of layers at once: orthogonal and factored matrices share their launches."""
     models = []

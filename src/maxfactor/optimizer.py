@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import fields
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, overload
 
@@ -69,6 +69,7 @@ class FactoredOptimizer(Optimizer):
                 group.setdefault(name, self.defaults[name])
             group.update({name: self.defaults[name] for name in Execution.names()})
             group[MARK] = self._mark
+        self._groups()
 
     def _reset(self) -> None:
         """Forget what is derived from groups and state, but not the number of skipped steps."""
@@ -104,6 +105,7 @@ class FactoredOptimizer(Optimizer):
         except TypeError:
             self.param_groups.pop()
             raise
+        self._settings(len(self.param_groups) - 1)
 
     def _check_keys(self, group: dict[str, Any]) -> None:
         """Refuse switches outside of `switches`: torch keeps unknown keys and ignores them."""
@@ -149,7 +151,7 @@ class FactoredOptimizer(Optimizer):
             return
         backend = choose(inputs, self._execution)  # may refuse, before there is any state
         is_first = not any(self.state[each.param] for each in inputs)
-        inputs = self._with_state(inputs)
+        self._add_states(inputs)
         if is_first and _is_rehearsal(inputs):
             return
         if backend == "torch":
@@ -199,8 +201,8 @@ class FactoredOptimizer(Optimizer):
                     inputs.append(StepInput(name, param, param.grad, rule, group.lr, index))
         return inputs
 
-    def _with_state(self, inputs: list[StepInput]) -> list[StepInput]:
-        """Add the state, new where there is none."""
+    def _add_states(self, inputs: list[StepInput]) -> None:
+        """Add the state to each input, new where there is none."""
         on_device = self._execution.capturable
         for each in inputs:
             if state := self.state[each.param]:
@@ -208,7 +210,7 @@ class FactoredOptimizer(Optimizer):
         for each in inputs:
             if not self.state[each.param]:
                 self.state[each.param] = init_state(each.param, each.rule, step_on_device=on_device)
-        return [replace(each, state=self.state[each.param]) for each in inputs]
+            each.state = self.state[each.param]
 
     def _run_torch(self, inputs: list[StepInput]) -> None:
         """Take a step in torch operations, which the host can follow."""

@@ -21,7 +21,7 @@ class GroupStep(NamedTuple):
     lr: float | Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepInput:
     """A parameter, its gradient (never written), its rule and its state, which is written in place.
 

@@ -29,8 +29,10 @@ def is_sharded(x: object) -> TypeGuard[DTensor]:
 
 def local(x: Tensor) -> Tensor:
     """What this rank holds of `x`; the storage is shared."""
+    if not is_sharded(x):
+        return x
     with torch.no_grad():
-        return x.to_local() if is_sharded(x) else x
+        return x.to_local()
 
 
 def local_tensor(x: Tensor) -> Tensor:

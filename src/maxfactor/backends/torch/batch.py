@@ -285,56 +285,61 @@ class Batch:
         """Equations (7) to (9), after (10) to (13) where there is momentum."""
         rule = self.rule
         update = Update(self, variance, mean, total)
-        row_max, row_norm = self._new_column(), self._new_column()
-        for rows, g in self._gradient_blocks():
-            u = update.first_pass(rows, g)
-            if rule.needs_norm:
-                vector_norm(u, dim=-1, keepdim=True, out=row_norm[:, rows])
-            if rule.divides_by_peak:
-                magnitude = torch.abs(u, out=self.scratch(4, u))
-                torch.amax(magnitude, dim=-1, keepdim=True, out=row_max[:, rows])
-        if self.everywhere:
-            self.scratch.release()  # what other ranks are waited for
-        if not rule.has_momentum:
-            row_max.mul_(variance.row_factor())
-            row_norm.mul_(variance.row_factor())
-        largest, square, row_max, *sums = yield [
-            Reduction(
-                largest_of(row_max, self.tensor_dims),
-                self.everywhere if rule.divides_by_peak else (),
-                is_sum=False,
-            ),
-            Reduction(
-                row_norm.square().sum(dim=self.tensor_dims, keepdim=True),
-                self.everywhere if rule.needs_norm else (),
-            ),
-            Reduction(row_max, self.along_rows if rule.moves_by_sign else (), is_sum=False),
-            *update.reductions(),
-        ]
-        update.finish(sums)
+        asked = self._measure(update)
+        answers = yield [*asked.values(), *update.reductions()]
+        got = dict(zip(asked, answers, strict=False))
+        update.finish(answers[len(asked) :])
         coef: Tensor | Scalar = 1.0 if rule.has_momentum else variance.row_factor()
         # In this order: row maxima of 0 must meet the scale before it overflows.
-        scale = self._update_scale(largest, square.sqrt())
-        coef = (row_max if rule.moves_by_sign else coef) * scale
+        coef = (got["row_max"] if rule.moves_by_sign else coef) * self._update_scale(got)
         coef = coef * (alpha if rule.has_momentum else alpha * self._uphill)
         if isinstance(coef, Tensor):
             # A gradient of zeros with a floor of zero: the largest number, as 0 * inf is NaN.
             coef = coef.clamp(-FLOAT32_MAX, FLOAT32_MAX)
+        by_row = isinstance(coef, Tensor) and coef.dim() == 3 and coef.shape[1] > 1
         for rows, g in self._gradient_blocks():
-            u = update.last_pass(rows, g)
-            c = coef[:, rows] if isinstance(coef, Tensor) and coef.shape[1] > 1 else coef
-            self._write(rows, u.mul_(-c), keep)  # (9)
+            own = coef[:, rows] if by_row else coef  # type: ignore[index]  # a tensor then
+            self._write(rows, update.last_pass(rows, g).mul_(-own), keep)  # (9)
+
+    def _measure(self, update: Update) -> dict[str, Reduction]:
+        """The first pass: what (7) to (9) need of U as a whole."""
+        rule, found = self.rule, dict[str, Reduction]()
+        row_max = self._new_column() if rule.divides_by_peak else None
+        row_norm = self._new_column() if rule.needs_norm else None
+        for rows, g in self._gradient_blocks():
+            u = update.first_pass(rows, g)
+            if row_norm is not None:
+                vector_norm(u, dim=-1, keepdim=True, out=row_norm[:, rows])
+            if row_max is not None:
+                magnitude = torch.abs(u, out=self.scratch(4, u))
+                torch.amax(magnitude, dim=-1, keepdim=True, out=row_max[:, rows])
+        if self.everywhere:
+            self.scratch.release()  # other batches run before this one goes on
+        factor = 1.0 if rule.has_momentum else update.variance.row_factor()
+        if row_max is not None:
+            row_max.mul_(factor)
+            largest = largest_of(row_max, self.tensor_dims)
+            found["largest"] = Reduction(largest, self.everywhere, is_sum=False)
+            if rule.moves_by_sign:
+                found["row_max"] = Reduction(row_max, self.along_rows, is_sum=False)
+        if row_norm is not None:
+            square = row_norm.mul_(factor).square_().sum(dim=self.tensor_dims, keepdim=True)
+            found["square"] = Reduction(square, self.everywhere)
+        return found
 
     @property
     def _uphill(self) -> float:
         return -1.0 if self.rule.maximize else 1.0
 
-    def _update_scale(self, largest: Tensor, norm: Tensor) -> Scalar:
-        """What U = G / sqrt(V) is multiplied by, from max|U| and ||U||."""
+    def _update_scale(self, got: dict[str, Tensor]) -> Scalar:
+        """What U = G / sqrt(V) is multiplied by, from max|U| and the sum of U^2."""
         rule = self.rule
         scale: Scalar = 1.0
         if rule.divides_by_peak:
-            scale = 1.0 / larger(largest, rule.floor)  # (7)
+            scale = 1.0 / larger(got["largest"], rule.floor)  # (7)
+        if not rule.needs_norm:
+            return scale
+        norm = got["square"].sqrt()
         if rule.norm_clip > 0.0:
             scale = scale * (rule.norm_clip / larger(norm * scale, rule.norm_clip))
         if rule.rms_bound < math.inf:
