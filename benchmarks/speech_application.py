@@ -1,12 +1,19 @@
 """The names of the speech application that benchmarks use; they import them from here."""
 
 from maxfactor_speech.data.audio import SAMPLE_RATE
-from maxfactor_speech.data.batches import Order, collate
+from maxfactor_speech.data.batches import (
+    Order,
+    Utterances,
+    collate,
+    evaluation_batches,
+    seconds_needed,
+)
 from maxfactor_speech.data.corpus import Split
 from maxfactor_speech.data.espeak import Espeak, Location
 from maxfactor_speech.data.features import HOP, log_mel
 from maxfactor_speech.data.shards import Utterance
 from maxfactor_speech.data.synthesis import Script, render
+from maxfactor_speech.data.synthesis import synthesise as synthesise_shards
 from maxfactor_speech.data.tokens import IGNORED, Codec
 from maxfactor_speech.training.evaluation import decode, in_batches
 from maxfactor_speech.training.loop import LOG_EVERY, train_until
@@ -33,14 +40,18 @@ __all__ = [
     "Split",
     "Trainer",
     "Utterance",
+    "Utterances",
     "collate",
     "decode",
+    "evaluation_batches",
     "in_batches",
     "log_mel",
     "loss_of",
     "make_optimizer",
     "prepare",
     "render",
+    "seconds_needed",
+    "synthesise_shards",
     "task_codec",
     "train_until",
     "whisper",

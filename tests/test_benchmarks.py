@@ -38,7 +38,7 @@ from studies.summary import (
     summary,
     usable_range,
 )
-from studies.training import perform
+from studies.training import perform, prepare_speech
 from timing import gpu_busy, training_step
 
 
@@ -278,7 +278,7 @@ def test_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sets = FeatureSets(tmp_path / "cache", device)
     for table, measure in (("digits", "wer"), ("language", "bits")):
         [row] = [row for row in entries_of(table, is_quick=True) if row.name in LEAN]
-        speech_task.synthesise(speech_task.needed_speech([row.run]), tmp_path / "cache", 1)
+        prepare_speech([row.run], tmp_path / "cache", 1)
         record = perform(row.at(0.02), tmp_path / "cache", device, sets, "whole")
         assert record[measure] > 0.0
         results.add(table, record)

@@ -25,8 +25,8 @@ from speech_application import Script
 from studies.digits_table import DIGITS
 from studies.entries import fam, first_fast
 from studies.runs import Run, quick
-from studies.speech_task import FeatureSets, needed_speech, synthesise
-from studies.training import Training, task_of
+from studies.speech_task import FeatureSets
+from studies.training import Training, prepare_speech, task_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cache", type=Path, default=Path("runs/cache"), help="folder for speech")
     options = parser.parse_args(arguments)
     plans = [Plan(run_of(bands, options.quick), every) for bands, every in READ_EVERY.items()]
-    synthesise(needed_speech([plan.run for plan in plans]), options.cache, workers=1)
+    prepare_speech([plan.run for plan in plans], options.cache, workers=1)
     write_json(
         options.out,
         {

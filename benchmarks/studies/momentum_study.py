@@ -40,9 +40,9 @@ from measurement import RESULTS, Record, circumstances, write_json
 from studies.momentum_tables import FILES, TABLES, entries_of
 from studies.runs import Run, strict
 from studies.side_by_side import Workers, shared_gpu
-from studies.speech_task import FeatureSets, base_path, english_base, needed_speech, synthesise
+from studies.speech_task import FeatureSets, base_path, english_base
 from studies.summary import Results, due, keys_of, markdown, merged, read_runs, summary
-from studies.training import Training, task_of
+from studies.training import Training, prepare_speech, task_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -147,7 +147,7 @@ def run_tables(
         return True
     with shared_gpu(options.device, options.mps) as works:
         needed = [row.run for own in rows.values() for row in own]
-        synthesise(needed_speech(needed), cache, os.cpu_count() or 1)
+        prepare_speech(needed, cache, os.cpu_count() or 1)
         is_shared = works()
         write_json(options.out / "machine.json", circumstances(options.device.split(":")[0]))
         print(f"speech after {time.monotonic() - begun:.0f} s, MPS: {is_shared}", flush=True)
@@ -180,7 +180,7 @@ def check(cache: Path, options: argparse.Namespace) -> None:
     device = torch.device(options.device)
     rows = [*rows_of("main", options), *rows_of("bands", options)]
     runs = {row.name: replace(row.run, steps=min(CHECK_STEPS, row.run.steps)) for row in rows}
-    synthesise(needed_speech(list(runs.values())), cache, os.cpu_count() or 1)
+    prepare_speech(list(runs.values()), cache, os.cpu_count() or 1)
     sets = FeatureSets(cache, device)
     print(f"{'':<28} {'mode':<6} {'ms':>7} {'eager ms':>8}   loss apart: first third, end")
     for name, run in runs.items():

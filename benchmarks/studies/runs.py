@@ -245,12 +245,15 @@ class Lion(Optimizer):
             torch._foreach_lerp_(momenta, grads, 1 - beta2)
 
 
-def rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up over a tenth of the steps, then a cosine to zero."""
-    warmup = max(1, round(WARMUP_SHARE * steps))
+def rate_factor(run: Run, step: int) -> float:
+    """Linear warm-up over a tenth of the steps, then a cosine to zero.
+
+    Digits reach the full rate one step later, as in `maxfactor train`.
+    """
+    warmup = max(1, round(WARMUP_SHARE * run.steps))
     if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 + 0.5 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
+        return (step + 1) / (warmup + (run.task == "digits"))
+    return 0.5 + 0.5 * math.cos(math.pi * (step - warmup) / max(1, run.steps - warmup))
 
 
 WARMUP_SHARE = 0.1

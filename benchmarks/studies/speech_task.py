@@ -1,4 +1,4 @@
-"""A small Whisper learns synthesised speech: the data, the model, the word error rate.
+"""A small Whisper learns synthesised sentences: the data, the model, the word error rate.
 
 Speech is synthesised once and stored as features. During a run all of them are on the device, with
 a table of the utterances that each step takes, so that a CUDA graph can hold a whole step.
@@ -39,7 +39,7 @@ from speech_application import (
 from studies.runs import SIZES, Run, quick
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -102,8 +102,8 @@ def validation_speech(run: Run, language: str) -> Speech:
 
 
 def needed_speech(runs: Sequence[Run]) -> list[Speech]:
-    """Everything that runs need, and the models that they start from."""
-    spoken = [run for run in runs if run.task != "language"]
+    """The sentences that runs need, and the models that they start from."""
+    spoken = [run for run in runs if run.task == "sentences"]
     bases = [english_base(run) for run in spoken if run.start is not None]
     found = []
     for run in (*spoken, *bases):
@@ -258,11 +258,13 @@ class SpeechTask:
         if run.start is None and run.key == english_base(run).key:
             save_atomically(self.model.state_dict(), base_path(run, self._cache))
         languages = {"wer": run.language} | ({"english_wer": "en"} if run.start else {})
-        codec = codec_of(run.task)
-        return {
-            name: word_error_rate(self.model, codec, self._sets(validation_speech(run, language)))
-            for name, language in languages.items()
-        }
+        return {name: self._word_errors(language) for name, language in languages.items()}
+
+    def _word_errors(self, language: str) -> float:
+        data = self._sets(validation_speech(self._run, language))
+        batches = in_batches(data.features, data.texts, DECODED_AT_ONCE)
+        codec = codec_of(self._run.task)
+        return word_error_rate(self.model, codec, batches, data.features.device)
 
 
 def batch_order(run: Run, count: int) -> NDArray[np.int64]:
@@ -296,10 +298,15 @@ def base_path(run: Run, cache: Path) -> Path:
     return cache / f"english-{run.size}.pt"
 
 
-def word_error_rate(model: WhisperForConditionalGeneration, codec: Codec, data: Features) -> float:
-    """Word errors in per cent of the words, by greedy decoding."""
-    dtype = torch.bfloat16 if data.features.is_cuda else None
-    decoded = decode(model, codec, in_batches(data.features, data.texts, DECODED_AT_ONCE), dtype)
+def word_error_rate(
+    model: WhisperForConditionalGeneration,
+    codec: Codec,
+    batches: Iterable[tuple[Tensor, Sequence[str]]],
+    device: torch.device,
+) -> float:
+    """Word errors in per cent of the words, by greedy decoding of features."""
+    dtype = torch.bfloat16 if device.type == "cuda" else None
+    decoded = decode(model, codec, batches, dtype)
     pairs = [(a.split(), b.split()) for batch in decoded for a, b in batch]
     words = sum(len(reference) for reference, _ in pairs)
     return round(100.0 * sum(edits(*pair) for pair in pairs) / words, 6)

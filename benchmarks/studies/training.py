@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from measurement import Record, state_bytes_per_parameter
+from studies.digits_task import DigitsTask, digits
 from studies.language_task import LanguageTask
 from studies.runs import PEERS, Run, group_settings, make_optimizers, rate_factor
-from studies.speech_task import FeatureSets, SpeechTask
+from studies.speech_task import FeatureSets, SpeechTask, needed_speech, synthesise
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
     from pathlib import Path
 
@@ -45,7 +46,17 @@ def task_of(run: Run, cache: Path, device: torch.device, sets: FeatureSets) -> T
     """The task of a run, with a new model."""
     if run.task == "language":
         return LanguageTask(run, device)
+    if run.task == "digits":
+        return DigitsTask(run, cache, device)
     return SpeechTask(run, cache, device, sets)
+
+
+def prepare_speech(runs: Sequence[Run], cache: Path, workers: int) -> None:
+    """Synthesise all speech that runs need and that is not in the cache yet."""
+    synthesise(needed_speech(runs), cache, workers)
+    for run in runs:
+        if run.task == "digits":
+            digits(run, cache, workers)
 
 
 class Training:
@@ -63,7 +74,7 @@ class Training:
         self.optimizers, self.fits_graph = make_optimizers(run, task.model, device)
         self.groups = [group for each in self.optimizers for group in each.param_groups]
         self.rates = [float(group["lr"]) for group in self.groups]
-        self.factors = [rate_factor(step, run.steps) for step in range(run.steps)]
+        self.factors = [rate_factor(run, step) for step in range(run.steps)]
         self.factor_table = torch.tensor(self.factors, device=device)
         self.losses = torch.full((run.steps,), math.nan, device=device)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)  # the step's number
