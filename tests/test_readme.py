@@ -14,15 +14,13 @@ import pytest
 import torch
 
 import maxfactor
+from maxfactor.recipes import OWN, PUBLISHED
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-PENDING = {"docs/developing.md", "benchmarks/README.md"}  # linked before they are written
-
-# Results files that were written before recipes were renamed.
-PRESENT_NAMES = {"1.0": "published-1.0", "fam": "fast", "speech": "quality"}
+PENDING = {"docs/developing.md"}  # linked before it is written
 
 
 def text_of(document: str) -> str:
@@ -33,7 +31,7 @@ def text_of(document: str) -> str:
 
 
 class Block(NamedTuple):
-    """A block of Python. Its info string may say `skip: WHY` or `requires=PUBLIC_NAME`."""
+    """A block of Python. Its info string may say `skip: WHY`."""
 
     code: str
     info: str
@@ -57,12 +55,7 @@ def test_code_runs(block: Block) -> None:
     """With the names that a reader has at hand: torch, maxfactor, a model and its optimizer."""
     if block.info.startswith("skip:"):
         pytest.skip(block.info.removeprefix("skip:").strip())
-    if block.info.startswith("requires="):
-        name = block.info.removeprefix("requires=")
-        if not hasattr(maxfactor, name):
-            pytest.skip(f"maxfactor.{name} does not exist yet")
-    else:
-        assert block.info == ""
+    assert block.info == ""
     model = torch.nn.Transformer(
         16, 2, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=32, batch_first=True
     )
@@ -165,11 +158,10 @@ def page(name: str) -> str:
 
 def test_the_main_table_is_complete() -> None:
     for row in results("momentum_study")["tables"]["main"]:
-        name = PRESENT_NAMES.get(row["name"], row["name"])
         seeds = ", ".join(f"{wer:.2f}" for wer in row["wer"])
         cells = [f"{row['lr']:g}", f"{row['wer_mean']:.2f} ({seeds})", f"{row['range']:g}"]
         cells += [f"{row['state_bytes_per_parameter']:.2f}"]
-        assert f"| {name} | {' | '.join(cells)} |" in page("results")
+        assert f"| {row['name']} | {' | '.join(cells)} |" in page("results")
 
 
 @pytest.mark.parametrize(
@@ -186,11 +178,10 @@ def test_the_main_table_is_complete() -> None:
 def test_the_table_of_the_readme(name: str, shown: str) -> None:
     """Ours at the rate that a recipe has, the others at the best one."""
     rows = results("momentum_study")["tables"]["main"]
-    [row] = [row for row in rows if PRESENT_NAMES.get(row["name"], row["name"]) == name]
+    [row] = [row for row in rows if row["name"] == name]
     lr = row["lr"]
-    if name in ("quality", "fast", "lean"):
-        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
-        lr = maxfactor.for_model(model, recipe=name).param_groups[0]["lr"]
+    if name in OWN:
+        lr = OWN[name].common["lr"]
     wer = mean(row["tried"][f"{lr:g}"])
     line = shown.format(lr=lr, wer=wer).replace("| 0.", "| .", 1)
     assert line in text_of("README.md")
@@ -199,8 +190,7 @@ def test_the_table_of_the_readme(name: str, shown: str) -> None:
 def test_shares_of_a_training_step() -> None:
     shown = {"published-1.0": "MaxFactor 1.0", "torch AdamW fused": "torch AdamW, fused"}
     for row in results("training_step_h200_large")["rows"]:
-        name = PRESENT_NAMES.get(row["optimizer"], row["optimizer"])
-        name = shown.get(name, f"`{name}`")
+        name = shown.get(row["optimizer"], f"`{row['optimizer']}`")
         line = f"| {name} | {row['ms']:.1f} | {row['share']:.0%} |".replace("%", " %")
         assert line in page("speed-and-memory")
 
@@ -231,12 +221,9 @@ def test_step_times(measured: str, shown: str) -> None:
 
 
 def test_the_table_of_versions_has_every_switch() -> None:
-    switches = getattr(maxfactor, "Switches", None)
-    if switches is None:
-        pytest.skip("maxfactor.Switches does not exist yet")
     rows = [line for line in page("published-versions").splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`(\w+)", row.split("|")[1])}
     arguments = {"d", "eps", "gamma", "lr", "weight_decay"}
-    assert named == arguments | {field.name for field in fields(switches)}
-    for version in ("0.1", "0.2", "0.3", "1.0"):
-        assert set(maxfactor.recipe(f"published-{version}")) <= {*arguments, "switches"}
+    assert named == arguments | {field.name for field in fields(maxfactor.Switches)}
+    for settings in PUBLISHED.values():
+        assert set(settings) <= {*arguments, "switches"}
