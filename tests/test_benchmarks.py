@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -22,8 +23,9 @@ from maxfactor_speech.bench import contenders, shapes, step_time
 from maxfactor_speech.cli import app
 from maxfactor_speech.state_size import state_bytes
 from measurement import RESULTS, Record, milliseconds, write_json
-from speech_application import loss_of
+from speech_application import Prepared, Settings, Trainer, loss_of, task_codec
 from studies import fam_spectrum, momentum_study, speech_task
+from studies.digits_task import DigitsTask, digits
 from studies.entries import Entry, entry
 from studies.momentum_tables import FILES, TABLES, entries_of
 from studies.runs import PEERS, Run, group_settings, key_of, make_optimizers, quick
@@ -38,7 +40,7 @@ from studies.summary import (
     summary,
     usable_range,
 )
-from studies.training import perform, prepare_speech
+from studies.training import Training, perform, prepare_speech
 from timing import gpu_busy, training_step
 
 
@@ -294,6 +296,24 @@ def test_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [run["key"] for run in runs] == [run["key"] for run in found]
     assert runs[0]["groups"]["hidden"]["d"] == "inf"
     check_publishable(text, tmp_path)
+
+
+def test_digits_are_trained_as_by_the_command(tmp_path: Path) -> None:
+    """Stored rows were measured with the loop of `maxfactor train`."""
+    run, device = quick(Run("lean", lr=0.02, task="digits")), torch.device("cpu")
+    task = DigitsTask(run, tmp_path, device)
+    prepared = Prepared(*digits(run, tmp_path), copy.deepcopy(task.model), task_codec("digits"))
+    training = Training(run, task, device)
+    training.run("eager")
+    settings = Settings(
+        optimizer="lean", lr=run.lr, steps=run.steps, batch_size=run.batch, device="cpu"
+    )
+    trainer = Trainer(settings, prepared)
+    batches = trainer.batches()
+    losses = [float(trainer.train_step(next(batches))) for _ in range(run.steps)]
+    batches.close()
+    assert training.losses.tolist() == losses
+    assert task.measured()["wer"] == pytest.approx(100.0 * trainer.evaluate().wer)
 
 
 def test_stored_rows_follow_from_stored_runs() -> None:
