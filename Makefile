@@ -3,13 +3,23 @@ PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= 2
 
-.PHONY: test demo test-gpu install clean
+# What `make check` runs of the tests: the rule, settings, checkpoints and the shape of the source.
+CORE := $(addprefix tests/test_,adafactor.py bad_input.py checkpoint.py defects.py description.py \
+	groups.py rounding.py rule.py schedule.py structure.py torch_contract.py)
 
-test: install  ## lint, types, tests: what CI runs
+.PHONY: check test demo test-gpu lint install clean
+
+check: lint  ## for daily work, 90 seconds: lint, types, contracts, a fast core of the tests
+	$(BIN)/python -m pytest -n $(JOBS) $(CORE)
+
+test: lint  ## everything: what CI runs
+	$(BIN)/python -m pytest -n $(JOBS)
+
+lint: install  ## style, types, and contracts between packages
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 demo: install  ## a small Whisper on synthesised digits, AdamW beside it, and a report
 	$(BIN)/maxfactor compare --optimizers quality,adamw --same-time --out out/demo --cache out/speech

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from maxfactor import Switches
+from maxfactor import Switches, recipe
+from maxfactor.recipes import RecipeName
 from maxfactor.settings import as_setting
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -96,11 +97,16 @@ STEPS = 12
 SWITCHES = {field.name for field in fields(Switches)}
 
 
+def published(version: str) -> dict[str, Any]:
+    """The arguments of a published version."""
+    return recipe(cast("RecipeName", f"published-{version}"))
+
+
 def arguments(*settings: dict[str, Any]) -> dict[str, Any]:
     """Merge settings, later ones first; the names of switches go into `switches`."""
     flat: dict[str, Any] = {}
     for each in settings:
-        flat |= as_setting(each.get("switches")) or {}  # type: ignore[operator]
+        flat |= cast("dict[str, Any]", as_setting(each.get("switches")) or {})
         flat |= {name: value for name, value in each.items() if name != "switches"}
     switches = {name: value for name, value in flat.items() if name in SWITCHES}
     others = {name: value for name, value in flat.items() if name not in SWITCHES}

@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases import ADAFACTOR_VARIANTS, SHAPES, VARIANTS, NewTensors, arguments, no_host_sync, problem
+from cases import (
+    ADAFACTOR_VARIANTS,
+    SHAPES,
+    VARIANTS,
+    NewTensors,
+    arguments,
+    no_host_sync,
+    problem,
+    published,
+)
 from comparison import inputs_of
 from maxfactor import Adafactor, MaxFactor, recipe, rule
 from maxfactor.backends.torch import step as torch_step
@@ -100,7 +109,7 @@ def compare(
 def test_maxfactor(version: str, variant: str, backend: str) -> None:
     compare(
         MaxFactor,
-        arguments(recipe(f"published-{version}"), VARIANTS[variant]),
+        arguments(published(version), VARIANTS[variant]),
         list(SHAPES.values()),
         backend,
     )
@@ -128,7 +137,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_maxfactor_in_blocks(version: str, variant: str, kind: str) -> None:
     compare(
         MaxFactor,
-        arguments(recipe(f"published-{version}"), VARIANTS[variant]),
+        arguments(published(version), VARIANTS[variant]),
         LARGE,
         kind,
         rtol=2e-6,
@@ -387,9 +396,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devic
 @pytest.mark.parametrize("step_on_device", [False, True])
 def test_cuda(step_on_device: bool, dtype: torch.dtype, backend: str) -> None:
     """The same as on the CPU, and without the check no wait for the device."""
-    settings: list[Settings] = [
-        MaxFactorSettings(**recipe(f"published-{version}")) for version in VERSIONS
-    ]
+    settings: list[Settings] = [MaxFactorSettings(**published(version)) for version in VERSIONS]
     settings += [AdafactorSettings(seed=1), AdafactorSettings(lr=torch.tensor(0.01, device="cuda"))]
     shapes = [*SHAPES.values(), (300, 777)]
     for checked_ in settings:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cases import arguments, problem
-from maxfactor import MaxFactor, for_model, recipe
+from cases import arguments, problem, published
+from maxfactor import MaxFactor, for_model
 
 VERSIONS = ["0.1", "0.2", "0.3", "1.0"]
 by_version = pytest.mark.parametrize("version", VERSIONS)
 
 
 def stepped(param: Tensor, grads: list[Tensor], version: str, **changes: object) -> MaxFactor:
-    optimizer = MaxFactor([param], **arguments(recipe(f"published-{version}"), changes))
+    optimizer = MaxFactor([param], **arguments(published(version), changes))
     for grad in grads:
         param.grad = grad.clone()
         optimizer.step()
@@ -26,7 +28,7 @@ def stepped(param: Tensor, grads: list[Tensor], version: str, **changes: object)
 @by_version
 def test_1_every_group_is_trained(version: str) -> None:
     params = [torch.nn.Parameter(torch.ones(3, 2)) for _ in range(3)]
-    optimizer = MaxFactor([{"params": [p]} for p in params], **recipe(f"published-{version}"))
+    optimizer = MaxFactor([{"params": [p]} for p in params], **published(version))
     for param in params:
         param.grad = torch.ones(3, 2)
     optimizer.step()
@@ -51,7 +53,7 @@ def test_2_a_small_regression_net_learns(version: str) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(1, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     # 0.2 starts at a millionth of the weight per step, so it gets what the others have from lr.
     changes = {"step_rule": "relative"} if version == "0.2" else {}
-    optimizer = MaxFactor(net.parameters(), **(recipe(f"published-{version}") | changes))
+    optimizer = MaxFactor(net.parameters(), **(published(version) | changes))
     for _ in range(800):
         optimizer.zero_grad()
         loss = (net(x) - y).square().mean()
@@ -125,7 +127,7 @@ def test_5_the_clip_acts() -> None:
 def test_6_each_parameter_keeps_its_own_state(version: str) -> None:
     shapes = [(4, 3), (3,), (2, 5), (6,)]
     params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
-    optimizer = MaxFactor(params, **recipe(f"published-{version}"))
+    optimizer = MaxFactor(params, **published(version))
     for t in range(3):
         for index, param in enumerate(params):
             skip = index == 1 and t == 1
@@ -188,7 +190,7 @@ def test_8_the_gradient_is_never_written(
 ) -> None:
     case = problem(shape, dtype=dtype, steps=3)
     param = torch.nn.Parameter(case.weight)
-    optimizer = MaxFactor([param], **(recipe(f"published-{version}") | {"maximize": True}))
+    optimizer = MaxFactor([param], **(published(version) | {"maximize": True}))
     for grad in case.grads:
         param.grad = grad.clone()
         with ForbidGradWrites(param.grad):
@@ -198,7 +200,7 @@ def test_8_the_gradient_is_never_written(
 
 @pytest.mark.parametrize("recipe_name", ["1.0", "lean", "fast", "quality"])
 @pytest.mark.parametrize("out", [1, 4])
-def test_channels_last_convolutions_step(recipe_name: str, out: int) -> None:
+def test_channels_last_convolutions_step(recipe_name: Any, out: int) -> None:
     """Their stack is not contiguous where there is one output channel; the step is the same."""
     weights = []
     for memory_format in (torch.contiguous_format, torch.channels_last):

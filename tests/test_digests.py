@@ -11,14 +11,18 @@ import digests
 
 STORED: dict[str, dict[str, Any]] = json.loads(digests.FILE.read_text())
 
+# Triton's interpreter is slow; `python tests/digests.py --check` goes through all of them.
+FUSED = ["published-1.0", "fast", "quality", "adafactor"]
+CASES = [
+    case
+    for case in digests.cases()
+    if case[1] != "fused" or (case[0] in FUSED and case[2] == "float32")
+]
 
-@pytest.mark.parametrize("case", list(digests.cases()), ids=" / ".join)
+
+@pytest.mark.parametrize("case", CASES, ids=" / ".join)
 @pytest.mark.usefixtures("one_rank")
 def test_results_are_those_of_before(case: tuple[str, str, str]) -> None:
-    """Equal bits, or numbers within 1e-6 where the order of a sum changed."""
-    found, stored = digests.digest(*case), STORED[" / ".join(case)]
-    if found["hash"] == stored["hash"]:
-        return
-    assert found["numbers"].keys() == stored["numbers"].keys()
-    for key, (norm, projection) in stored["numbers"].items():
-        assert found["numbers"][key] == pytest.approx([norm, projection], abs=1e-6 * norm), key
+    """Equal bits, or numbers within the tolerance where the order of a sum changed."""
+    difference = digests.difference(digests.digest(*case), STORED[" / ".join(case)])
+    assert difference <= 1.0

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases import ADAFACTOR_VARIANTS, SHAPES, VARIANTS, arguments, no_host_sync, problem
-from maxfactor import Adafactor, MaxFactor, recipe, rule
+from cases import ADAFACTOR_VARIANTS, SHAPES, VARIANTS, arguments, no_host_sync, problem, published
+from maxfactor import Adafactor, MaxFactor, rule
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -88,7 +88,7 @@ STEPS = 4 if DEVICE == "cuda" else 3
 
 @pytest.mark.parametrize(("version", "variant"), PAIRS)
 def test_maxfactor(version: str, variant: str) -> None:
-    settings = arguments(recipe(f"published-{version}"), VARIANTS[variant])
+    settings = arguments(published(version), VARIANTS[variant])
     cases = {name: problem(shape, steps=STEPS) for name, shape in ALL.items()}
     optimizer, params = run(MaxFactor, cases, settings, STEPS)
     compare(optimizer, params, expected(cases, rule.MaxFactorSettings(**settings), STEPS))

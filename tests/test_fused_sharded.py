@@ -322,7 +322,7 @@ def test_messages_of_a_step(
         assert ranks.run(messages, count, layout, settings)[0] == (expected, expected)
 
 
-def fails_alike(nonfinite: str, rows: int) -> None:
+def fails_alike(nonfinite: Any, rows: int) -> None:
     """The last row has a NaN; with a single row the second rank has nothing at all."""
     mesh = mesh_of(2)
     if mesh is None:
@@ -357,7 +357,7 @@ def fails_alike(nonfinite: str, rows: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("nonfinite", "rows"), [("skip", 4), ("raise", 4), ("skip", 1)])
-def test_nan_on_one_rank(ranks: Ranks, nonfinite: str, rows: int) -> None:
+def test_nan_on_one_rank(ranks: Ranks, nonfinite: Any, rows: int) -> None:
     ranks.run(fails_alike, nonfinite, rows)
 
 

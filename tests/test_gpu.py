@@ -7,18 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from cases import SHAPES, no_host_sync, problem
-from maxfactor import Adafactor, MaxFactor, recipe
+from cases import SHAPES, no_host_sync, problem, published
+from maxfactor import Adafactor, MaxFactor
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 SETTINGS: dict[str, tuple[type[Any], dict[str, Any]]] = {
-    **{
-        version: (MaxFactor, recipe(f"published-{version}"))
-        for version in ["0.1", "0.2", "0.3", "1.0"]
-    },
+    **{version: (MaxFactor, published(version)) for version in ["0.1", "0.2", "0.3", "1.0"]},
     "adafactor": (Adafactor, {}),
     "adafactor lr": (Adafactor, {"lr": 0.01}),
 }

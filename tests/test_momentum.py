@@ -190,7 +190,7 @@ def test_any_shape(
 def final(settings: dict[str, Any], shape: tuple[int, ...], steps: int = 8) -> Tensor:
     """The weight after a few steps, with a float32 momentum."""
     case = problem(shape, steps=steps)
-    store = None if settings.get("momentum") is None else "fp32"
+    store: Any = None if settings.get("momentum") is None else "fp32"
     checked = MaxFactorSettings(**settings, momentum_dtype=store)
     weight, state = case.weight, rule.init_state(case.weight, checked)
     for grad in case.grads:

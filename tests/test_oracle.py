@@ -12,8 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oracle
-from cases import ADAFACTOR_VARIANTS, SHAPES, STEPS, VARIANTS, Problem, arguments, problem
-from maxfactor import Adafactor, MaxFactor, recipe
+from cases import (
+    ADAFACTOR_VARIANTS,
+    SHAPES,
+    STEPS,
+    VARIANTS,
+    Problem,
+    arguments,
+    problem,
+    published,
+)
+from maxfactor import Adafactor, MaxFactor
 from maxfactor.optimizer import FactoredOptimizer
 
 VERSIONS = ["0.1", "0.2", "0.3", "1.0"]
@@ -56,7 +65,7 @@ def maxfactor_pair(
     case: Problem, version: str, variant: dict[str, Any]
 ) -> tuple[list[dict[str, Tensor]], list[oracle.Snapshot]]:
     param = torch.nn.Parameter(case.weight.clone())
-    optimizer = MaxFactor([param], **arguments(recipe(f"published-{version}"), variant))
+    optimizer = MaxFactor([param], **arguments(published(version), variant))
     weight, grads = case.arrays()
     return run(optimizer, param, case), oracle.maxfactor(weight, grads, version, **variant)
 
@@ -110,7 +119,7 @@ def test_non_contiguous(version: str) -> None:
     case = problem((31, 7))
     param = torch.nn.Parameter(case.weight.t().contiguous().t())
     assert not param.is_contiguous()
-    optimizer = MaxFactor([param], **recipe(f"published-{version}"))
+    optimizer = MaxFactor([param], **published(version))
     strided = Problem(case.weight, [grad.t().contiguous().t() for grad in case.grads])
     weight, grads = case.arrays()
     compare(run(optimizer, param, strided), oracle.maxfactor(weight, grads, version))
@@ -125,7 +134,7 @@ def test_changing_lr(version: str) -> None:
     expected = oracle.maxfactor(weight, grads, version, lr=rates)
     for as_tensor in (False, True):
         param = torch.nn.Parameter(case.weight.clone())
-        settings_ = recipe(f"published-{version}") | {"lr": torch.tensor(0.7) if as_tensor else 0.7}
+        settings_ = published(version) | {"lr": torch.tensor(0.7) if as_tensor else 0.7}
         optimizer = MaxFactor([param], **settings_)
         history = []
         for rate, grad in zip(rates, case.grads, strict=True):

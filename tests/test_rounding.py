@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from maxfactor.settings import MaxFactorSettings
 STEPS, SIZE = 10_000, 1024
 
 
-def trained(dtype: torch.dtype, rounding: str | None, gradient: float, seed: int = 0) -> float:
+def trained(dtype: torch.dtype, rounding: Any, gradient: float, seed: int = 0) -> float:
     """The mean weight after many steps that each change it by a ten-thousandth."""
     param = torch.nn.Parameter(torch.ones(SIZE, dtype=dtype))
     decay = 0.0 if gradient else 1.0

@@ -344,7 +344,7 @@ def test_matrices_may_travel_as_bfloat16(four: Ranks) -> None:
 # ---------------------------------------------------------------------- gradients that fail
 
 
-def fails_alike(nonfinite: str) -> None:
+def fails_alike(nonfinite: Any) -> None:
     mesh = mesh_of(2)
     if mesh is None:
         return
@@ -371,7 +371,7 @@ def fails_alike(nonfinite: str) -> None:
 
 
 @pytest.mark.parametrize("nonfinite", ["skip", "raise", "ignore"])
-def test_nan_on_one_rank(four: Ranks, nonfinite: str) -> None:
+def test_nan_on_one_rank(four: Ranks, nonfinite: Any) -> None:
     four.run(fails_alike, nonfinite)
 
 

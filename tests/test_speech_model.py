@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -230,10 +229,7 @@ def test_unknown_optimizer_is_refused() -> None:
 
 
 def test_recipes_are_those_of_the_library() -> None:
-    with pytest.raises(ValueError, match="'no such recipe'") as caught:
-        maxfactor.for_model(nn.Linear(3, 2), "no such recipe")
-    named = set(re.findall(r"'([^']+)'", str(caught.value)))
-    assert set(optimizers.RECIPES) == named - {"no such recipe"}
+    assert set(maxfactor.RECIPES) < set(optimizers.names())
 
 
 def test_default_rates_are_those_of_the_library() -> None:

@@ -1,8 +1,9 @@
-"""The shape of the source: imports point one way, host reads carry their reason."""
+"""The shape of the source. Import contracts between packages are in pyproject.toml."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -10,118 +11,116 @@ from pathlib import Path
 import pytest
 
 import maxfactor
+import maxfactor_speech
 
-SOURCE = Path(maxfactor.__file__).parent
-MODULES = sorted(SOURCE.rglob("*.py"))
-
-# A module may import from the ranks before its own, never from its own or later ones.
-RANKS = [
-    {"checks", "orthogonal", "placement", "quantize"},
-    {"fast"},
-    {"hyper"},
-    {"guard", "rounding", "state"},
-    {"momentum"},
-    {"rule", "work"},
-    {"backends.choice", "backends.collective", "backends.deal", "backends.tasks"},
-    {"backends.kernels.layout", "backends.matrix", "backends.stack"},
-    {"backends.kernels.tiles"},
-    {"backends.kernels.variance", "backends.kernels.rounding"},
-    {"backends.kernels.maxima", "backends.kernels.shards", "backends.kernels.statistics"},
-    {"backends.kernels.momentum"},
-    {"backends.kernels.weights"},
-    {"backends.filtered"},
-    {"backends.foreach", "backends.plain", "backends.sharded"},
-    {"backends.plan"},
-    {"backends.whitening"},
-    {"backends.fused"},
-    {"backends.fused_sharded"},
-    {"description", "recipes", "schedule"},
-    {"optimizer"},
-    {"adafactor", "bench.shapes", "groups"},
-    {"bench.step_time"},
-    {"speech.audio", "speech.corpus", "speech.model"},
-    {
-        "speech.checkpoint",
-        "speech.evaluate",
-        "speech.features",
-        "speech.graphs",
-        "speech.optimizers",
-        "speech.parallel",
-        "speech.processes",
-    },
-    {"speech.progress", "speech.settings", "speech.shards"},
-    {"speech.data", "speech.files", "speech.lock", "speech.metrics", "speech.synth"},
-    {"speech.preparation", "speech.transcription"},
-    {"speech.trainer"},
-    {"speech.train"},
-    {"speech.compare"},
-    {"report"},
-    {"cli"},
-    {"__main__"},
-]
-SPEECH = {
-    "espeakng_loader",
-    "jiwer",
-    "lion_pytorch",
-    "numpy",
-    "plotly",
-    "rich",
-    "safetensors",
-    "soundfile",
-    "tokenizers",
-    "transformers",
-    "typer",
-}
+LIBRARY = Path(maxfactor.__file__).parent
+APPLICATION = Path(maxfactor_speech.__file__).parent
+MODULES = sorted(LIBRARY.rglob("*.py"))
+EVERYWHERE = [*MODULES, *sorted(APPLICATION.rglob("*.py"))]
+by_module = pytest.mark.parametrize("path", MODULES, ids=lambda path: name_of(path))
 
 
 def name_of(path: Path) -> str:
-    return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(path.relative_to(LIBRARY.parent).with_suffix("").parts)
 
 
-def imported(path: Path) -> set[str]:
-    """Modules of the package that `path` imports, type-checking blocks included."""
-    names: set[str] = set()
+def imported_modules(path: Path) -> set[str]:
+    """Every module that a file imports, those for type checking included."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "maxfactor":
-            base = (node.module or "").removeprefix("maxfactor").removeprefix(".")
-            for alias in node.names:
-                whole = f"{base}.{alias.name}".removeprefix(".")
-                is_module = (SOURCE / Path(*whole.split("."))).with_suffix(".py").exists()
-                names.add(whole if is_module else base)
-    return names
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+    return found
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_imports_point_one_way(path: Path) -> None:
-    name = name_of(path)
-    if name.endswith("__init__"):
-        return
-    rank = next((i for i, names in enumerate(RANKS) if name in names), None)
-    assert rank is not None, f"{name} has no rank: add it to RANKS"
-    allowed = set().union(*RANKS[:rank])
-    assert imported(path) <= allowed, f"{name} imports {imported(path) - allowed}"
+# ------------------------------------------------------------------------------- dependencies
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@by_module
+def test_only_torch_is_needed(path: Path) -> None:
+    """And Triton, under backends/triton alone."""
+    known = {"torch", "maxfactor", *sys.stdlib_module_names}
+    if "maxfactor.backends.triton" in name_of(path):
+        known |= {"triton"}
+    assert {module.split(".")[0] for module in imported_modules(path)} <= known
+
+
+@pytest.mark.parametrize("path", sorted(APPLICATION.rglob("*.py")), ids=lambda path: name_of(path))
+def test_the_application_uses_public_names_alone(path: Path) -> None:
+    inside = {m for m in imported_modules(path) if m.startswith("maxfactor.")}
+    assert not inside
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "maxfactor":
+            assert {alias.name for alias in node.names} <= set(maxfactor.__all__)
+        is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if is_attribute and node.value.id == "maxfactor":  # type: ignore[attr-defined]
+            assert node.attr in maxfactor.__all__  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------- one of each
+
+
+def test_each_equation_stands_in_three_modules_at_most() -> None:
+    """The reference, torch operations, Triton; comments such as `# (5)` tag the equations."""
+    modules: dict[str, set[str]] = {}
+    for path in MODULES:
+        for line in path.read_text().splitlines():
+            comment = re.search(r"\S  # ((?:\(\d+'?\) ?)+)(?:$|[,;:])", line)
+            for tag in re.findall(r"\d+'?", comment.group(1)) if comment else []:
+                modules.setdefault(tag, set()).add(name_of(path))
+    assert set(modules) == {"5'", *map(str, range(1, 14))}
+    assert {tag: names for tag, names in modules.items() if len(names) > 3} == {}
+
+
+SETTINGS = r"Settings|MaxFactorSettings|AdafactorSettings|FAM|Switches|TensorRule|GroupRules"
+
+
+def test_nobody_asks_what_class_the_settings_are() -> None:
+    """At most three times, where they are checked."""
+    found = [
+        f"{name_of(path)}: {line.strip()}"
+        for path in MODULES
+        for line in path.read_text().splitlines()
+        if re.search(rf"isinstance\([^)]*\b({SETTINGS})\b", line)
+    ]
+    assert len(found) <= 3, found
+
+
+@by_module
+def test_nobody_compares_the_name_of_a_direction(path: Path) -> None:
+    if name_of(path) != "maxfactor.settings":
+        assert not re.search(r"[!=]= \"(sign_max|factored|orthogonal)\"", path.read_text())
+
+
+def test_arguments_of_maxfactor() -> None:
+    assert len(inspect.signature(maxfactor.MaxFactor).parameters) <= 20
+
+
+# ------------------------------------------------------------------------------------- habits
+
+
+@by_module
 def test_host_reads_carry_their_reason(path: Path) -> None:
     lines = path.read_text().splitlines()
     for number, line in enumerate(lines):
         if re.search(r"\.item\(\)|\.tolist\(\)|\.cpu\(\)", line.split("#")[0]):
             reason = "#" in line or lines[number - 1].lstrip().startswith("#")
-            reason = reason or "# reading" in lines[number - 1]
             assert reason, f"{name_of(path)}:{number + 1} reads a tensor without saying why"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_only_torch_is_needed(path: Path) -> None:
-    """And Triton, by the fused backend alone; the speech job has an extra of its own."""
-    known = {"torch", "maxfactor", *sys.stdlib_module_names}
-    if name_of(path) == "backends.plan" or name_of(path).startswith("backends.kernels."):
-        known |= {"triton"}
-    if name_of(path).startswith("speech.") or name_of(path) in ("cli", "report"):
-        known |= SPEECH
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            assert {alias.name.split(".")[0] for alias in node.names} <= known
-        if isinstance(node, ast.ImportFrom):
-            assert (node.module or "").split(".")[0] in known
+PAPERS = {
+    "rule/reference.py": "Shazeer and Stern",
+    "adafactor.py": "Shazeer and Stern",
+    "rule/newton_schulz.py": "Jordan et al.",
+    "rule/int8.py": "Dettmers et al.",
+    "rule/rounding.py": "Gupta et al.",
+    "schedule.py": "Loshchilov and Hutter",
+}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_modules_cite_the_papers_they_follow(name: str) -> None:
+    text = ast.get_docstring(ast.parse((LIBRARY / name).read_text())) or ""
+    assert PAPERS[name] in text.split("References:")[-1]

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 
 import maxfactor
-from maxfactor import FAM, Adafactor, AdaptiveSchedule, MaxFactor, recipe
+from cases import published
+from maxfactor import FAM, Adafactor, AdaptiveSchedule, MaxFactor
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "plain": {"foreach": False, "fused": False},
@@ -88,9 +89,7 @@ def test_a_fixed_momentum_may_be_cycled() -> None:
 @pytest.mark.parametrize("version", ["0.1", "0.2", "0.3", "1.0"])
 def test_one_cycle_keeps_its_min_lr_to_itself(version: str) -> None:
     params, control = parameters((4, 3)), parameters((4, 3))
-    optimizer, other = (
-        MaxFactor(own, **recipe(f"published-{version}")) for own in (params, control)
-    )
+    optimizer, other = (MaxFactor(own, **published(version)) for own in (params, control))
     scheduler = lr_scheduler.OneCycleLR(
         optimizer, max_lr=0.01, total_steps=9, cycle_momentum=False, final_div_factor=0.01
     )

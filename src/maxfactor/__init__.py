@@ -4,7 +4,7 @@ from maxfactor import rule
 from maxfactor.adafactor import Adafactor
 from maxfactor.maxfactor import MaxFactor
 from maxfactor.model_groups import for_model
-from maxfactor.recipes import recipe
+from maxfactor.recipes import RECIPES, RecipeName, recipe
 from maxfactor.schedule import AdaptiveSchedule
 from maxfactor.settings import FAM, Switches
 
@@ -12,9 +12,11 @@ __version__ = "0.2.0"
 
 __all__ = [
     "FAM",
+    "RECIPES",
     "Adafactor",
     "AdaptiveSchedule",
     "MaxFactor",
+    "RecipeName",
     "Switches",
     "__version__",
     "for_model",

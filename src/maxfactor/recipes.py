@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from maxfactor.settings import FAM, Switches
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 RecipeName = Literal[
     "quality", "fast", "lean", "published-0.1", "published-0.2", "published-0.3", "published-1.0"
 ]
+RECIPES: tuple[RecipeName, ...] = get_args(RecipeName)
 
 # What `for_model` sorts a model's parameters into, in the order of its groups.
 KINDS = ("hidden", "conv", "embedding", "head", "vector")
@@ -51,7 +52,7 @@ class Recipe:
 COMMON = {"lr": 0.01, "gamma": 0.99, "d": 1.0}
 
 # One column of the table of versions each; what a version leaves out has its default.
-PUBLISHED: dict[str, dict[str, Any]] = {
+PUBLISHED: dict[RecipeName, dict[str, Any]] = {
     "published-0.1": {
         "eps": (None, 1e-3),
         "weight_decay": 0.0,
@@ -84,7 +85,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 # Recipes of our own: version 1.0 but for what is said here. Their decay follows the step.
-OWN: dict[str, Recipe] = {
+OWN: dict[RecipeName, Recipe] = {
     "lean": Recipe({**COMMON, "lr": 0.028, "weight_decay": 0.0, "direction": "factored"}),
     "fast": Recipe(
         {
@@ -129,7 +130,7 @@ def find_recipe(name: RecipeName) -> Recipe:
     if name in PUBLISHED:
         return Recipe({**COMMON, **PUBLISHED[name]})
     if name not in OWN:
-        known = ", ".join(repr(known) for known in (*OWN, *PUBLISHED))
+        known = ", ".join(map(repr, RECIPES))
         raise ValueError(f"unknown recipe {name!r}; known recipes: {known}")
     return OWN[name]
 

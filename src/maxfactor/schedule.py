@@ -1,4 +1,8 @@
-"""AdaptiveSchedule: warm-up and cosine decay of the cap on a relative step."""
+"""AdaptiveSchedule: warm-up and cosine decay of the cap on a relative step.
+
+References:
+    Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", 2016: the cosine.
+"""
 
 from __future__ import annotations
 

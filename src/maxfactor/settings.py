@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from numbers import Integral, Real
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -430,8 +430,7 @@ class MaxFactorSettings(Settings):
 
     @property
     def _switches(self) -> Switches:
-        assert isinstance(self.switches, Switches)  # made one when the settings were checked
-        return self.switches
+        return cast("Switches", self.switches)  # made one when the settings were checked
 
     def _rule(self, *, is_vector: bool) -> TensorRule:
         """Resolve what the equations do to matrices, or to vectors."""
@@ -571,8 +570,8 @@ def check_lr(value: object) -> float | Tensor:
             "lr as a tensor must be a 0-dimensional floating-point tensor, "
             f"got shape {tuple(value.shape)} and {value.dtype}"
         )
-    if value.device.type == "cpu":  # reading it elsewhere would stall the device every step
-        check_not_negative("lr", value.item())
+    if value.device.type == "cpu":
+        check_not_negative("lr", value.item())  # elsewhere this would wait for the device
     return value
 
 

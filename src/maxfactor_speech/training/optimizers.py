@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-RECIPES = (
-    "quality", "fast", "lean", "published-0.1", "published-0.2", "published-0.3", "published-1.0",
-)  # fmt: skip
 # Learning rates for models of these sizes with random initial weights.
 PEERS = {"adamw": 1e-3, "adafactor": 2e-2, "muon": 2e-2, "lion": 3e-4}
 ADAMW_SHARE = 0.1  # AdamW's rate for parameters that Muon leaves out, as a fraction of Muon's
@@ -31,7 +28,7 @@ CLIP = 1.0  # gradient norm for the peers; MaxFactor bounds its step itself
 
 def names() -> list[str]:
     """Return all names that `make_optimizer` takes."""
-    return [*RECIPES, *PEERS]
+    return [*maxfactor.RECIPES, *PEERS]
 
 
 def default_lr(name: str) -> float:
@@ -43,7 +40,7 @@ def default_lr(name: str) -> float:
 @lru_cache
 def _recipe_lr(name: str) -> float:
     layer = nn.Linear(1, 1, device="meta")  # on "meta", so that no random numbers are drawn
-    return float(maxfactor.for_model(layer, name).defaults["lr"])
+    return float(maxfactor.for_model(layer, cast("maxfactor.RecipeName", name)).defaults["lr"])
 
 
 def default_clip(name: str) -> float | None:
@@ -56,7 +53,7 @@ def check_shardable(name: str, is_sharded: bool) -> None:
     if is_sharded and name in UNSHARDED_ONLY:
         raise InputError(
             f"optimizer {name} cannot update sharded parameters; use --shard ddp, or the "
-            f"optimizer adamw or one of {', '.join(RECIPES[:3])}"
+            f"optimizer adamw or one of {', '.join(maxfactor.RECIPES[:3])}"
         )
 
 
@@ -99,7 +96,7 @@ def make_optimizer(
         changes: dict[str, object] = {"capturable": capturable and find_spec("triton") is not None}
         if weight_decay is not None:
             changes["weight_decay"] = weight_decay
-        return [maxfactor.for_model(model, name, lr, **changes)]
+        return [maxfactor.for_model(model, cast("maxfactor.RecipeName", name), lr, **changes)]
     if name == "adamw":
         return [_adamw(params, lr, decay, capturable)]
     if name == "adafactor":
