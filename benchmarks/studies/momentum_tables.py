@@ -16,7 +16,7 @@ from studies.entries import (
     first_quality,
     with_recipe_decay,
 )
-from studies.runs import quick
+from studies.runs import Run, quick
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +41,16 @@ def main_table() -> list[Entry]:
         entry("adamw", "adamw", ADAMW),
         entry("lean", "lean", (0.01, 0.014, 0.02, 0.028, 0.04, 0.08)),
         entry("lion", "lion", (5e-5, 1e-4, 2e-4, 4e-4)),
+    ]
+
+
+def defaults_table() -> list[Entry]:
+    """Our recipes as they are, at their own learning rates, with all and with half of the steps."""
+    rates = {"quality": 0.02, "fast": 0.04, "lean": 0.028}
+    return [
+        Entry(f"{name}, {steps} steps", Run(name, lr, steps=steps), (lr,), search=3)
+        for steps in (1500, 750)
+        for name, lr in rates.items()
     ]
 
 
@@ -507,6 +517,7 @@ def language_table() -> list[Entry]:
 
 TABLES: dict[str, Callable[[], list[Entry]]] = {
     "main": main_table,
+    "defaults": defaults_table,
     "short": short_table,
     "vectors": vectors_table,
     "finetune": finetune_table,
