@@ -41,6 +41,7 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+ALLOWED = {"param": 3e-5, "momentum": 3e-4, "momentum_scale": 1e-4}
 BACKENDS = ("plain", "foreach", "fused", "sharded")
 
 
@@ -148,7 +149,7 @@ def difference(found: dict[str, Any], stored: dict[str, Any]) -> float:
     assert found["numbers"].keys() == stored["numbers"].keys()
     largest = 0.0
     for key, numbers in stored["numbers"].items():
-        allowed = {"param": 3e-5, "momentum": 3e-4}.get(key, 1e-6) * max(numbers[0], 1e-30)
+        allowed = ALLOWED.get(key, 1e-6) * max(numbers[0], 1e-30)
         pairs = zip(numbers, found["numbers"][key], strict=True)
         largest = max(largest, *(abs(a - b) / allowed for a, b in pairs))
     return largest

@@ -267,7 +267,7 @@ def test_a_memory_changed_mid_training(before: dict[str, Any], after: dict[str, 
 @pytest.mark.parametrize("name", ["0.4", "", "adam", None, 0.2])
 def test_unknown_recipe(name: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"unknown recipe .*; known recipes: 'lean', 'fast', 'quality', 'publ"
+        ValueError, match=r"unknown recipe .*; known recipes: 'quality', 'fast', 'lean', 'publ"
     ):
         recipe(name)
 

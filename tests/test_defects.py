@@ -53,7 +53,7 @@ def test_2_a_small_regression_net_learns(version: str) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(1, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     # 0.2 starts at a millionth of the weight per step, so it gets what the others have from lr.
     changes = {"step_rule": "relative"} if version == "0.2" else {}
-    optimizer = MaxFactor(net.parameters(), **(published(version) | changes))
+    optimizer = MaxFactor(net.parameters(), **arguments(published(version), changes))
     for _ in range(800):
         optimizer.zero_grad()
         loss = (net(x) - y).square().mean()
@@ -198,7 +198,7 @@ def test_8_the_gradient_is_never_written(
         assert torch.equal(param.grad, grad)
 
 
-@pytest.mark.parametrize("recipe_name", ["1.0", "lean", "fast", "quality"])
+@pytest.mark.parametrize("recipe_name", ["published-1.0", "lean", "fast", "quality"])
 @pytest.mark.parametrize("out", [1, 4])
 def test_channels_last_convolutions_step(recipe_name: Any, out: int) -> None:
     """Their stack is not contiguous where there is one output channel; the step is the same."""

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     Variance = DenseVariance | FactoredVariance
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
-KEPT = 1 << 15  # elements of a tensor up to which a stack of gradients is kept between rounds
+SMALL = 1 << 15  # elements up to which a call costs more than a pass over the tensor
 
 
 class Batch:
@@ -83,6 +83,7 @@ class Batch:
         self.params = [local(each.param) for each in inputs]
         self.states = [{key: local(x) for key, x in each.state.items()} for each in inputs]
         self.count = first.param.numel()  # of the whole tensor
+        self.is_small = self.count <= SMALL
         self._find_shape()
         self._find_groups()
         self.stacked: Tensor | None = None  # gradients of small tensors
@@ -212,8 +213,8 @@ class Batch:
             else:
                 size, now = reference.weight_size(size, first, t)
                 torch._foreach_copy_(kept, list(now["initial_rms"].reshape(-1).unbind()))
-        # The numbers of one tensor are Python's own on the CPU; on a device they stay there.
-        scale: Scalar = host_scalar(size) if len(self.inputs) == 1 else size
+        # The numbers of a large tensor are Python's own on the CPU; on a device they stay there.
+        scale: Scalar = size if self.is_small or len(self.inputs) > 1 else host_scalar(size)
         alpha = reference.step_size(scale, t, self.lr, rule)
         return alpha, reference.kept_share(alpha, t, self.lr, rule)
 
@@ -275,7 +276,9 @@ class Batch:
             row = row / divisor.clamp(min=rule.floor)
         else:
             yield []
-        return FactoredVariance(row, self.col_var, rule.variance_floor)
+        # Reading the smallest V saves passes over a large matrix.
+        may_read = row.device.type == "cpu" and not self.is_small
+        return FactoredVariance(row, self.col_var, rule.variance_floor, may_read=may_read)
 
     # ------------------------------------------------------------------------------- round 3
 
@@ -433,7 +436,7 @@ class Batch:
         if self.stacked is not None:
             return self.stacked
         batch = as_batch(self.grads, self.shape)
-        if len(self.inputs) > 1 and self.count <= KEPT:
+        if len(self.inputs) > 1 and self.is_small:
             self.stacked = batch
         return batch
 

@@ -55,12 +55,12 @@ class FactoredVariance:
         row: The rows' factor of (6), (k, m, 1).
         col: C, (k, 1, n).
         floor: The smallest V.
+        may_read: Whether to look if the floor is active anywhere.
     """
 
-    def __init__(self, row: Tensor, col: Tensor, floor: float) -> None:
+    def __init__(self, row: Tensor, col: Tensor, floor: float, *, may_read: bool) -> None:
         self.floor = floor
-        # The CPU's memory can be read without waiting.
-        self.is_separable = row.device.type == "cpu" and smallest_product(row, col) >= floor
+        self.is_separable = may_read and smallest_product(row, col) >= floor
         self.row = row.rsqrt() if self.is_separable else row
         self.col = col.rsqrt() if self.is_separable else col
 

@@ -5,13 +5,13 @@ It serves the CPU, devices without Triton, and shards. `batch.py` has the equati
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from maxfactor.backends.step_io import StepResult
-from maxfactor.backends.torch.batch import Batch
+from maxfactor.backends.torch.batch import SMALL, Batch
 from maxfactor.backends.torch.blocks import Scratch
 from maxfactor.distributed.gradients import local_gradients
 from maxfactor.distributed.owner_exchange import orthogonalize_
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 CPU_BLOCK = 1 << 19  # elements: two float32 buffers of this size stay in a processor's cache
 DEVICE_BLOCK = 1 << 24  # elsewhere a block only has to be small beside the memory
-SMALL = 1 << 15  # elements up to which, on a CPU, a call costs more than the copy into a stack
 ROUNDS = 3
 
 
@@ -63,24 +62,25 @@ def sort_into_batches(
 ) -> Iterator[Batch]:
     """Sort parameters into batches of one shape; `shared`: they share buffers."""
     scratch = Scratch()
-    alike: dict[object, list[int]] = {}
+    alike: dict[tuple[Any, object], list[int]] = {}
     for index, each in enumerate(inputs):
         if each.param.numel() == 0:
             continue
         count = host_scalar(each.state["step"])
         key: tuple[object, ...] = (
             each.param.shape, each.group, each.param.dtype, grads[index].dtype, each.param.device,
-            "device" if isinstance(count, Tensor) else count,
         )  # fmt: skip
         if is_sharded(each.param) or not (foreach or is_batched(each)):
             key = (index,)
-        alike.setdefault(key, []).append(index)
-    for indices in alike.values():
+        when = "device" if isinstance(count, Tensor) else count
+        alike.setdefault((when, key), []).append(index)
+    for (count, _), indices in alike.items():
         block = block_size(inputs[indices[0]].param.device, foreach=foreach)
         for chunk in chunks(indices, block // inputs[indices[0]].param.numel()):
             members = [inputs[i] for i in chunk]
+            t = device_count(members) if count == "device" else count
             buffers = scratch if shared else Scratch()
-            yield Batch(members, [grads[i] for i in chunk], step_number(members), block, buffers)
+            yield Batch(members, [grads[i] for i in chunk], t + 1, block, buffers)
 
 
 def is_batched(each: StepInput) -> bool:
@@ -103,12 +103,9 @@ def chunks(indices: Sequence[int], most: int) -> Iterator[Sequence[int]]:
         yield indices[start : start + size]
 
 
-def step_number(members: Sequence[StepInput]) -> Scalar:
-    """The number of this step: one for all, or (k, 1, 1) where the device counts."""
-    count = host_scalar(members[0].state["step"])
-    if not isinstance(count, Tensor):
-        return count + 1
-    return torch.stack([each.state["step"] for each in members]).view(-1, 1, 1) + 1
+def device_count(members: Sequence[StepInput]) -> Tensor:
+    """Steps taken so far where the device counts, (k, 1, 1)."""
+    return torch.stack([each.state["step"] for each in members]).view(-1, 1, 1)
 
 
 # -------------------------------------------------------------------------------------- rounds
