@@ -140,7 +140,7 @@ def test_a_skipped_step_changes_nothing(direction: dict[str, Any]) -> None:
 
 
 def test_bands_are_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"FAM of 8 bands.*set bands=1 or fused=False"):
+    with pytest.raises(RuntimeError, match=r"FAM with 8 bands.*set bands=1 or fused=False"):
         trained(1, problem((9, 72), steps=1).grads, momentum=FAM(bands=8))
 
 

@@ -409,8 +409,14 @@ def goes_elsewhere(
     ("settings", "shape", "dtype", "layout", "message"),
     [
         ({"momentum": {"bands": 4}}, (4, 64), torch.float32, (0,), "'w' .* 4 bands, .* bands=1"),
-        ({"direction": "orthogonal"}, (4, 6), torch.float32, (0,), "'w' is cut .* set fused=False"),
-        ({}, (2, 4, 3), torch.bfloat16, (1,), "'w' .* gaps between its rows.* rounding='nearest'"),
+        ({"direction": "orthogonal"}, (4, 6), torch.float32, (0,), "'w' is sharded .* fused=False"),
+        (
+            {},
+            (2, 4, 3),
+            torch.bfloat16,
+            (1,),
+            "'w' .* rows are not consecutive.* rounding='nearest'",
+        ),
     ],
     ids=str,
 )

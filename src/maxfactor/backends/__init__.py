@@ -1,1 +1,1 @@
-"""Ways to run a step. Each takes the same work and leaves the same parameters and state."""
+"""Two backends for a step. From the same `StepInput`s both compute the same new values."""

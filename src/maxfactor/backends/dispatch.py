@@ -1,4 +1,4 @@
-"""Which backend runs a step, and why an asked-for one cannot."""
+"""Chooses the backend of a step; raises if the requested one cannot run it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def choose(inputs: Sequence[StepInput], execution: Execution) -> Backend:
-    """Return the backend for a step, or say why the one that was asked for cannot run it."""
+    """Return the backend for a step; raise if the requested one cannot run it."""
     has_shards = any(is_sharded(each.param) or is_sharded(each.grad) for each in inputs)
     if has_shards:
         _check_sharded(inputs, execution)
@@ -37,7 +37,7 @@ def choose(inputs: Sequence[StepInput], execution: Execution) -> Backend:
         _check_capturable(inputs, execution)
     if execution.fused is False or execution.foreach:
         return "torch"
-    # Among shards the answer must not differ from rank to rank.
+    # With sharded parameters all ranks must choose the same backend.
     obstacle = triton_obstacle(inputs) or (shard_obstacle(inputs) if has_shards else None)
     if obstacle is None and (execution.fused or inputs[0].param.is_cuda):
         return "triton"
@@ -47,20 +47,21 @@ def choose(inputs: Sequence[StepInput], execution: Execution) -> Backend:
 
 
 def shard_obstacle(inputs: Sequence[StepInput]) -> str | None:
-    """What keeps the kernels from stepping shards; it must not differ from rank to rank."""
+    """Why the kernels cannot step these shards, or None. The answer is the same on all ranks."""
     for each in inputs:
         if not (is_sharded(each.param) and shards_of(each.param)):
             continue
         if each.rule.is_orthogonal:
             return (
-                f"parameter {each.name!r} is cut over several ranks, and its orthogonal direction "
-                "needs the whole of it; set fused=False"
+                f"parameter {each.name!r} is sharded over several ranks, and its orthogonal "
+                "direction needs the whole matrix; set fused=False"
             )
         if each.rule.is_stochastic(each.param.dtype) and is_scattered(each):
             return (
                 f"parameter {each.name!r} {tuple(each.param.shape)} is placed as "
-                f"{each.param.placements}, which leaves gaps between its rows, and the kernels' "
-                "stochastic rounding does not see them; set rounding='nearest' or fused=False"
+                f"{each.param.placements}, so its local rows are not consecutive, which "
+                "stochastic rounding in the kernels does not support; set rounding='nearest' or "
+                "fused=False"
             )
     return None
 
@@ -88,7 +89,7 @@ def is_scattered(each: StepInput) -> bool:
 
 
 def triton_obstacle(inputs: Sequence[StepInput]) -> str | None:
-    """What keeps the Triton kernels from running, with the remedy; None if nothing does."""
+    """Why the Triton kernels cannot run, with the remedy; None if they can."""
     if not has_triton():
         return "Triton is not installed; install it with `pip install triton` or set fused=False"
     if triton_version() < OLDEST_TRITON:
@@ -100,8 +101,8 @@ def triton_obstacle(inputs: Sequence[StepInput]) -> str | None:
     for each in inputs:
         if each.rule.bands > 1:
             return (
-                f"parameter {each.name!r} has a FAM of {each.rule.bands} bands, and the kernels "
-                "have only one; set bands=1 or fused=False"
+                f"parameter {each.name!r} has FAM with {each.rule.bands} bands, and the kernels "
+                "support only one; set bands=1 or fused=False"
             )
         device = each.param.device
         if device.type != "cuda" and not is_interpreted():
@@ -134,13 +135,13 @@ def is_readable(lr: Tensor, device: torch.device) -> bool:
 
 @lru_cache(maxsize=1)
 def has_triton() -> bool:
-    """Whether the compiler of the kernels is installed."""
+    """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
 @lru_cache(maxsize=1)
 def triton_version() -> tuple[int, int]:
-    """The installed version, (major, minor)."""
+    """The installed version of Triton, (major, minor)."""
     major, minor = importlib.metadata.version("triton").split(".")[:2]
     return int(major), int(minor)
 
@@ -160,7 +161,8 @@ def _check_capturable(inputs: Sequence[StepInput], execution: Execution) -> None
     if (execution.foreach or execution.fused is False) and execution.nonfinite != "ignore":
         raise RuntimeError(
             f"capturable=True with nonfinite={execution.nonfinite!r} needs the fused backend, "
-            "the only one that checks without reading back; set nonfinite='ignore'"
+            "the only one that checks gradients without waiting for the device; "
+            "set nonfinite='ignore'"
         )
 
 
@@ -169,28 +171,28 @@ def _check_sharded(inputs: Sequence[StepInput], execution: Execution) -> None:
         if getattr(execution, name):
             first = next(each.name for each in inputs if is_sharded(each.param))
             raise RuntimeError(
-                f"{name}=True cannot be honoured: parameter {first!r} is sharded (a DTensor), and "
-                f"sharded parameters are stepped one by one; leave {name} out"
+                f"{name}=True does not support sharded parameters, and parameter {first!r} is a "
+                f"DTensor; leave {name} out"
             )
     for each in inputs:
         if is_sharded(each.param) != is_sharded(each.grad):
             which = "parameter" if is_sharded(each.param) else "gradient"
             raise RuntimeError(
                 f"of parameter {each.name!r} and its gradient only the {which} is a DTensor; make "
-                "both DTensors of one device mesh"
+                "both DTensors on one device mesh"
             )
         if is_sharded(each.param):
             _check_placements(each)
 
 
 def _check_placements(each: StepInput) -> None:
-    """Refuse shards that cannot be stepped."""
+    """Refuse placements that no backend supports."""
     param, rule = each.param, each.rule
     assert is_sharded(param)
     if any(placement.is_partial() for placement in param.placements):
         raise RuntimeError(
-            f"parameter {each.name!r} is placed as {param.placements}: a sum that was never taken "
-            "cannot be stepped; redistribute it to Shard or Replicate first"
+            f"parameter {each.name!r} is placed as {param.placements}, and Partial is not "
+            "supported; redistribute it to Shard or Replicate first"
         )
     layout = factoring(tuple(param.shape), rule.factor)
     in_int8 = rule.has_momentum and rule.momentum_dtype == "int8"
@@ -199,7 +201,7 @@ def _check_placements(each: StepInput) -> None:
     cuts = [(i, dim) for i, dim in shards_of(param) if dim in layout.col_dims]
     for i, dim in cuts:
         ranks, inner = param.device_mesh.size(i), math.prod(param.shape[dim + 1 :])
-        own = -(-param.shape[dim] // ranks) * inner  # values of a row that the first rank holds
+        own = -(-param.shape[dim] // ranks) * inner  # values of a row on the first rank
         in_blocks = own == -(-blocks_of(layout.matrix[-1]) // ranks) * BLOCK
         if len(cuts) > 1 or dim != layout.col_dims[0] or not in_blocks:
             remedy = "momentum_dtype='fp32' or 'bf16'"
@@ -207,6 +209,6 @@ def _check_placements(each: StepInput) -> None:
                 remedy = f"bands=1 and {remedy}"
             raise RuntimeError(
                 f"parameter {each.name!r} {tuple(param.shape)} is placed as {param.placements}, "
-                f"which cuts its rows within blocks of {BLOCK} values that belong together; set "
+                f"which splits its rows inside blocks of {BLOCK} values, not between them; set "
                 f"{remedy}, or shard it along its rows"
             )

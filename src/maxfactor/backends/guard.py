@@ -1,24 +1,24 @@
-"""Counting the steps that were skipped because a gradient was not finite."""
+"""Counts the steps that are skipped because a gradient is not finite."""
 
 from __future__ import annotations
 
-LIMIT = 20  # skipped steps in a row before the run is given up
-SHOWN = 5  # parameters that an error names
+LIMIT = 20  # skipped steps in a row that raise an error
+SHOWN = 5  # most names in an error message
 
 
 class Guard:
-    """Counts skipped steps on the host, and gives up after too many in a row."""
+    """Counts skipped steps on the host, and raises after too many in a row."""
 
     def __init__(self) -> None:
         self.skipped = 0
         self.in_a_row = 0
 
     def passed(self) -> None:
-        """A step was taken."""
+        """Record a step that was taken."""
         self.in_a_row = 0
 
     def failed(self, names: list[str], mode: str) -> None:
-        """A step was not taken; raise if that was asked for, or if it happens again and again."""
+        """Record a skipped step; raise with mode="raise", or after `LIMIT` of them in a row."""
         if mode == "raise":
             raise refused(names)
         self.skipped += 1
@@ -28,7 +28,7 @@ class Guard:
 
 
 def refused(names: list[str]) -> FloatingPointError:
-    """The error of a step that was not taken, where one was asked for."""
+    """The error for a skipped step, with nonfinite="raise"."""
     return FloatingPointError(
         f"the gradient of {listed(names)} is not finite; the step was not taken and nothing "
         "was changed"
@@ -44,6 +44,6 @@ def given_up(steps: int, names: list[str]) -> FloatingPointError:
 
 
 def listed(names: list[str]) -> str:
-    """A few names and how many more there are."""
+    """The first names, and how many more there are."""
     shown = ", ".join(repr(name) for name in names[:SHOWN])
     return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"

@@ -1,4 +1,4 @@
-"""What the optimizer hands to a backend, and what it gets back."""
+"""The input of a backend, and its result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class GroupStep(NamedTuple):
-    """What a group contributes to a step: its rules, resolved once, and the rate of this step."""
+    """The rules of a parameter group, and its learning rate in this step."""
 
     rules: GroupRules
     lr: float | Tensor
@@ -23,9 +23,10 @@ class GroupStep(NamedTuple):
 
 @dataclass
 class StepInput:
-    """A parameter, its gradient (never written), its rule and its state, which is written in place.
+    """A parameter with its gradient, rule and state. A backend updates the state in place.
 
-    The state is empty until a backend was chosen. `group` is the index of the parameter's group.
+    It never writes to the gradient. The state is empty until a backend has been chosen. `group` is
+    the index of the parameter's group.
     """
 
     name: str
@@ -39,7 +40,7 @@ class StepInput:
 
 @dataclass
 class StepResult:
-    """The step size of each parameter, or the names of those whose gradient is not finite."""
+    """The step size of each parameter, or the names of parameters with a nonfinite gradient."""
 
     step_sizes: Sequence[float | Tensor] | Tensor = field(default_factory=list)
     nonfinite: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The maths: MaxFactor and Adafactor as pure functions, one equation after the other.
+"""The maths: MaxFactor and Adafactor as pure functions, equation by equation.
 
 reference       one step, equations (1) to (10)
 momentum, fam   the filter over time, (11) to (13)

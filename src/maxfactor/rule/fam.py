@@ -1,12 +1,12 @@
-"""Frequency-adaptive momentum: how long a band remembers follows from how predictable it is.
+"""Frequency-adaptive momentum (FAM): each band's beta follows from how predictable the band is.
 
-Per band b of a matrix, from the filtered input x and the bias-corrected momentum M/c before it:
+For each band of a matrix, from the filter's input x and the bias-corrected momentum M/c before it:
 
     (11)  A <- theta A + (1 - theta) mean(x M/c)        P <- theta P + (1 - theta) mean(x^2)
           beta = clip(1 - A/P, beta_min, beta_max)      from the sums of the step before
 
-A/P is the coherence: the share of a gradient's power that its own past predicts. Bands are those of
-a block DCT-II of 64 values along the rows; with one band there is no transform at all.
+A/P is the coherence: the fraction of a gradient's power that its own past predicts. The bands are
+those of a DCT-II of each block of 64 values along a row. With one band there is no transform.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ AGREEMENT, POWER, CORRECTION = 0, 1, 2  # rows of a state's `band_sums`: A, P an
 
 
 def band_betas(sums: Tensor, t: float | Tensor, fam: FAM) -> Tensor:
-    """Equation (11): beta of step t, (..., bands), from the sums (..., 3, bands) before it."""
+    """Equation (11): beta of step t, (..., bands), from the previous sums, (..., 3, bands)."""
     power = sums[..., POWER, :].clamp(min=FLOAT32_TINY)
     adapted = (1 - sums[..., AGREEMENT, :] / power).clamp(fam.beta_min, fam.beta_max)  # (11)
-    if isinstance(t, Tensor):  # on the device, where it is not read
+    if isinstance(t, Tensor):  # on the device: not read back
         return torch.where(t <= fam.warmup, fam.start, adapted)
     return torch.full_like(adapted, fam.start) if t <= fam.warmup else adapted
 
@@ -43,7 +43,7 @@ def band_betas(sums: Tensor, t: float | Tensor, fam: FAM) -> Tensor:
 def next_sums(sums: Tensor, beta: Tensor, means: Tensor, fam: FAM) -> Tensor:
     """A and P of (11) and c of (12) after a step, (..., 3, bands).
 
-    `means` are those of x M and of x^2 over each band, (..., 2, bands).
+    `means` are the means of x M and of x^2 over each band, (..., 2, bands).
     """
     before = sums[..., CORRECTION, :]
     guessed = means[..., AGREEMENT, :] / before.clamp(min=FLOAT32_TINY)
@@ -55,9 +55,9 @@ def next_sums(sums: Tensor, beta: Tensor, means: Tensor, fam: FAM) -> Tensor:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """What FAM knows of a parameter, one value for each band, on the parameter's device.
+    """FAM's statistics of a parameter, one value for each band, on the parameter's device.
 
-    `rho` is the coherence A/P, `power` the mean of x^2, `beta` the memory that the next step has.
+    `rho` is the coherence A/P, `power` the mean of x^2, `beta` the beta of the next step.
     """
 
     rho: Tensor
@@ -66,9 +66,9 @@ class Spectrum:
 
 
 def spectrum(sums: Tensor, t: float | Tensor, fam: FAM) -> Spectrum:
-    """Read the sums of a parameter after t steps; nothing is read back from the device."""
+    """The spectrum from the sums of a parameter after t steps, without a host sync."""
     power = sums[POWER]
-    seen = 1 - fam.theta**t  # what the sums lack to be averages
+    seen = 1 - fam.theta**t  # bias correction of the sums
     seen = seen.clamp(min=FLOAT32_TINY) if isinstance(seen, Tensor) else max(seen, FLOAT32_TINY)
     rho = sums[AGREEMENT] / power.clamp(min=FLOAT32_TINY)
     return Spectrum(rho=rho, beta=band_betas(sums, t + 1, fam), power=power / seen)
@@ -78,7 +78,7 @@ def spectrum(sums: Tensor, t: float | Tensor, fam: FAM) -> Spectrum:
 
 
 def to_bands(x: Tensor) -> Tensor:
-    """The orthonormal DCT-II of each block of 64 along the rows (..., n), the tail by its own."""
+    """Orthonormal DCT-II of each block of 64 values along the rows, (..., n), and of the tail."""
     return _blockwise(x, inverse=False)
 
 
@@ -103,9 +103,9 @@ def _blockwise(x: Tensor, *, inverse: bool) -> Tensor:
 
 @lru_cache(maxsize=256)
 def dct_basis(length: int, device: torch.device) -> Tensor:
-    """The cosines as columns, (length, length); made on the device, so nothing waits for it."""
+    """The DCT basis with cosines as columns, (length, length); made on the device, without sync."""
     place, frequency = torch.meshgrid(*[torch.arange(length, device=device)] * 2, indexing="ij")
-    # Whole turns are taken off as integers: float32 is exact enough for what is left.
+    # Reduce the angle modulo 2 pi in integers, so that float32 is exact enough.
     quarter = (2 * place + 1) * frequency % (4 * length)
     angle = quarter.to(torch.float32) * (math.pi / (2 * length))
     basis = torch.cos(angle) * math.sqrt(2 / length)
@@ -124,14 +124,14 @@ def band_index(n: int, bands: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def band_members(n: int, bands: int, device: torch.device) -> Tensor:
-    """1 where a column (n) belongs to a band (bands), and how sums over bands are taken."""
+    """One-hot bands of the columns, (n, bands). A product with it sums over bands."""
     index = band_index(n, bands, device)
     return (index.unsqueeze(1) == torch.arange(bands, device=device)).to(torch.float32)
 
 
 def band_totals(x: Tensor, momentum: Tensor, bands: int) -> Tensor:
     """Sums of x M and of x^2 over each band of (..., m, n) tensors, (..., 2, bands)."""
-    along = -1 if bands == 1 else -2  # rows are summed first, or columns, which bands consist of
+    along = -1 if bands == 1 else -2  # a band is a set of columns, so those are kept apart
     squares = vector_norm(x, dim=along).square()  # no temporary of x's size
     totals = torch.stack(((x * momentum).sum(dim=along), squares), dim=-2)
     if bands == 1:
@@ -147,7 +147,7 @@ def band_counts(m: int, n: int, bands: int, device: torch.device) -> Tensor:
 
 
 def over_columns(values: Tensor, n: int) -> Tensor:
-    """A value for each band (..., bands) as one for each column, (..., 1, n), or (..., 1, 1)."""
+    """Expand values per band, (..., bands), to columns, (..., 1, n); one band to (..., 1, 1)."""
     bands = values.shape[-1]
     if bands == 1:
         return values.unsqueeze(-2)

@@ -1,11 +1,11 @@
-"""Momentum: one filter over time for a fixed memory and for FAM, and how M is stored.
+"""Momentum: an average over time with a fixed beta or FAM's, and the storage of M.
 
     (11)  beta: fixed, or adapted to each band (see `fam.py`)
     (12)  M <- stored(beta M + (1 - beta) x)           c <- beta c + 1 - beta
-    (13)  y = (1 - mu) M/c + mu x                      M as it was stored
+    (13)  y = (1 - mu) M/c + mu x                      with the stored M
 
 All functions take matrices (..., m, n), one or a batch; a vector is one row. With several bands x,
-M and y are coefficients, and only the input and the output of the filter are transformed.
+M and y are DCT coefficients: x is transformed before (11), and y back after (13).
 
 References:
     Dozat, "Incorporating Nesterov Momentum into Adam", 2016: the look-ahead of (13).
@@ -33,21 +33,21 @@ Scalar = float | Tensor
 
 @dataclass(frozen=True)
 class Memory:
-    """What one step's filter needs beside x and M; each a number, or one for each column."""
+    """The coefficients of (12) and (13) in one step: numbers, or one value for each column."""
 
     beta: Scalar
     correction: Scalar  # c after this step
     mix: float
     bands: int = 1
-    band_beta: Tensor | None = None  # (..., bands), where FAM adapts them
+    band_beta: Tensor | None = None  # (..., bands), with FAM
     fam: FAM | None = None
 
     def averaged(self, momentum: Tensor, x: Tensor) -> Tensor:
-        """Equation (12) before it is stored."""
+        """Equation (12), before M is stored."""
         return self.beta * momentum + (1 - self.beta) * x  # (12)
 
     def average_(self, momentum: Tensor, x: Tensor) -> None:
-        """The same in place of the momentum."""
+        """Equation (12); overwrites `momentum`."""
         momentum.lerp_(x, 1 - self.beta)
 
     def lookahead(self, stored: Tensor, x: Tensor) -> Tensor:
@@ -55,20 +55,20 @@ class Memory:
         return stored * ((1 - self.mix) / self.correction) + self.mix * x  # (13)
 
     def lookahead_(self, stored: Tensor, x: Tensor) -> Tensor:
-        """The same in place of the momentum."""
+        """Equation (13); overwrites `stored`."""
         y = stored.mul_((1 - self.mix) / self.correction)
         return y.add_(x, alpha=self.mix) if self.mix else y
 
     def to_bands(self, x: Tensor) -> Tensor:
-        """The input as the filter sees it."""
+        """Transform the input x to bands, if there are several."""
         return x if self.bands == 1 else bands_of.to_bands(x)
 
     def from_bands(self, y: Tensor) -> Tensor:
-        """The output as the update sees it."""
+        """Transform the output y back from bands."""
         return y if self.bands == 1 else bands_of.from_bands(y)
 
     def next_sums(self, sums: Tensor, totals: Tensor, shape: tuple[int, int]) -> Tensor:
-        """The state's `band_sums` after this step, from `band_totals` over the m x n of `shape`."""
+        """The new `band_sums`, from the `band_totals` of matrices of `shape` (m, n)."""
         assert self.band_beta is not None
         assert self.fam is not None
         means = totals / bands_of.band_counts(*shape, self.bands, sums.device)
@@ -76,9 +76,9 @@ class Memory:
 
 
 def memory_of(rule: TensorRule, t: Scalar, n: int, sums: Tensor | None = None) -> Memory:
-    """The filter of step t; `sums` are a matrix's `band_sums`, (..., 3, bands), where FAM has them.
+    """The coefficients of step t. `sums` is a matrix's `band_sums`, (..., 3, bands), with FAM.
 
-    A step counter on the device is one number, or one for each of a batch (k, 1, 1).
+    `t` may be a tensor on the device: a scalar, or (k, 1, 1) for a batch.
     """
     fam = rule.fam
     if fam is None or sums is None:
@@ -91,7 +91,7 @@ def memory_of(rule: TensorRule, t: Scalar, n: int, sums: Tensor | None = None) -
 
 
 def fixed_correction(beta: float, t: Scalar) -> Scalar:
-    """The c of (12), 1 - beta^t; by expm1, as a long memory would cancel most digits in float32."""
+    """The c of (12), 1 - beta^t; by expm1: cancellation loses digits in float32 for beta near 1."""
     if beta == 0.0:
         return 1.0
     exponent = t * math.log(beta)
@@ -99,7 +99,7 @@ def fixed_correction(beta: float, t: Scalar) -> Scalar:
 
 
 def encode_momentum(values: Tensor, dtype: str) -> State:
-    """New state tensors for a momentum: `momentum`, and `momentum_scale` for int8."""
+    """Return the state tensors of a momentum: `momentum`, and `momentum_scale` for int8."""
     if dtype == "int8":
         codes, scales = quantize(values)
         return {"momentum": codes, "momentum_scale": scales}
@@ -107,7 +107,7 @@ def encode_momentum(values: Tensor, dtype: str) -> State:
 
 
 def decode_momentum(state: State, shape: tuple[int, ...]) -> Tensor:
-    """The momentum as it was stored, float32 in the given shape."""
+    """Return the stored momentum in float32 and the given shape."""
     momentum = state["momentum"].view(shape)
     if "momentum_scale" not in state:
         return momentum.to(torch.float32)

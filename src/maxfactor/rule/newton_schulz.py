@@ -1,12 +1,12 @@
-"""The orthogonal direction: all singular values of an update made nearly equal.
+"""The orthogonal direction: makes all singular values of an update nearly equal.
 
 Five steps of a quintic Newton-Schulz iteration, X <- P X with P = aI + bA + cA² and A = X Xᵀ, push
-the singular values of a matrix of norm 1 into about [0.7, 1.2]. The coefficients give up exactness
-for slope at 0, so five steps are enough.
+the singular values of a matrix of norm 1 into about [0.7, 1.2]. The coefficients trade exact
+convergence for a steep slope at 0, so that five steps are enough.
 
-A wide matrix takes the last three steps at a time: the A after a step is P A P, so X is multiplied
-only once for them. The first two lift the small singular values. In A those are squared, and
-bfloat16 would lose them there; so these steps look at X.
+For a wide matrix the last three steps are merged: A becomes P A P after a step, so their factors P
+follow from A alone, and X is multiplied only once. The first two steps raise the small singular
+values. A holds their squares, which bfloat16 would lose, so these steps are not merged.
 
 References:
     Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024: coefficients.
@@ -25,30 +25,30 @@ from torch.linalg import vector_norm
 from maxfactor.settings import FLOAT32_TINY
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b, c
-AT_A_TIME, AT_A_TIME_IF_WIDE = (1, 1, 1, 1, 1), (1, 1, 3)  # steps
-WIDE = 2  # times as long as short: from 1.5 on fewer products
+AT_A_TIME, AT_A_TIME_IF_WIDE = (1, 1, 1, 1, 1), (1, 1, 3)  # steps merged into one product
+WIDE = 2  # least ratio of the sides of a wide matrix; from 1.5 on merging saves FLOPs
 
 
 def orthogonal(y: Tensor) -> Tensor:
-    """O of equation (9): y (..., m, n) with like singular values, and RMS 1; zeros stay zeros."""
+    """O of equation (9): y (..., m, n), orthogonalised and scaled to RMS 1. Zeros stay zeros."""
     o = newton_schulz(y).to(torch.float32)
     return o / rms_of(o)
 
 
 def orthogonalize_(y: Tensor) -> None:
-    """Put O in the place of y, in y's precision, without a float32 copy of it."""
+    """Overwrite y with O, in y's dtype, without a float32 copy."""
     o = newton_schulz(y)
     torch.div(o, rms_of(o), out=y)
 
 
 def rms_of(o: Tensor) -> Tensor:
-    """RMS of each matrix, in float32, to divide by."""
+    """RMS of each matrix in float32, clamped above 0 as a divisor."""
     norm: Tensor = vector_norm(o, dim=(-2, -1), keepdim=True, dtype=torch.float32)
     return (norm / math.sqrt(o.shape[-2] * o.shape[-1])).clamp(min=FLOAT32_TINY)
 
 
 def newton_schulz(y: Tensor) -> Tensor:
-    """The iteration on matrices (..., m, n), in bfloat16 on a GPU, in y's own precision elsewhere.
+    """The iteration on matrices (..., m, n), in bfloat16 on CUDA and in y's own dtype elsewhere.
 
     Example:
         >>> newton_schulz(torch.tensor([[3.0, 0.0], [0.0, 1.0]]))
@@ -59,7 +59,7 @@ def newton_schulz(y: Tensor) -> Tensor:
     x = unit_norm(y)
     if x.is_cuda:
         x = x.to(torch.bfloat16)
-    if is_tall := x.shape[-2] > x.shape[-1]:  # the products are of the smaller side
+    if is_tall := x.shape[-2] > x.shape[-1]:  # so that A has the size of the smaller side
         x = x.mT
     for steps in steps_at_a_time(*x.shape[-2:]):
         square = x @ x.mT  # A = X Xᵀ
@@ -71,12 +71,12 @@ def newton_schulz(y: Tensor) -> Tensor:
 
 
 def steps_at_a_time(short: int, long: int) -> tuple[int, ...]:
-    """How many steps are taken between two products with the whole matrix."""
+    """The number of steps that each product with X takes."""
     return AT_A_TIME_IF_WIDE if long >= WIDE * short else AT_A_TIME
 
 
 def product_of_steps(square: Tensor, steps: int) -> Tensor:
-    """What X is multiplied with in some steps, from A = X Xᵀ alone."""
+    """The product of the factors P of several steps, from A = X Xᵀ alone."""
     factor = product = polynomial(square)
     for _ in range(steps - 1):
         square = factor @ square @ factor
@@ -100,11 +100,11 @@ def plus(x: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> T
 
 
 def unit_norm(y: Tensor) -> Tensor:
-    """Divide by the Frobenius norm, by way of the largest entry: its square must not underflow."""
+    """Divide by the Frobenius norm; by the largest entry first, so that no square underflows."""
     matrix = (-2, -1)
     if y.is_cuda:
         largest: Tensor = vector_norm(y, math.inf, matrix, keepdim=True)
-    else:  # where that is slow
+    else:  # vector_norm is slow for maxima on a CPU
         largest = y.abs().amax(matrix, keepdim=True)
     x = y / largest.clamp(min=FLOAT32_TINY)
     norm: Tensor = vector_norm(x, dim=matrix, keepdim=True)

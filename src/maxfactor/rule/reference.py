@@ -1,7 +1,7 @@
 """The reference: one step of MaxFactor or Adafactor as pure functions, equation by equation.
 
-Nothing is changed in place and nothing is read back from the device. `step` is also the functional
-API of the package:
+Nothing is changed in place, and there is no host sync. `step` is also the functional API of the
+package:
 
     >>> import torch
     >>> from maxfactor import rule
@@ -12,7 +12,7 @@ API of the package:
 
 Notation: W weight, G gradient, t step, R and C row and column factors of the second moment,
 U update, M momentum, RMS(x) = ||x|| / sqrt(numel). Tags such as `# (6)` are the equations of
-docs/rule.md; (11) to (13), the filter over time, stand in `momentum.py`.
+docs/rule.md; (11) to (13), the momentum, are in `momentum.py`.
 
 References:
     Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018: the
@@ -40,9 +40,9 @@ from maxfactor.state import State, factoring, state_shapes
 if TYPE_CHECKING:
     from maxfactor.settings import Settings, TensorRule
 
-Scalar = float | Tensor  # a Python number, or a tensor that stays on its device
+Scalar = float | Tensor  # a Python number, or a 0-dim tensor on the device
 
-RAMP_PER_STEP = 1e-6  # version 0.2's linear warm-up
+RAMP_PER_STEP = 1e-6  # slope of version 0.2's linear warm-up
 
 
 class Result(NamedTuple):
@@ -61,7 +61,7 @@ def init_state(param: Tensor, settings: Settings) -> State:
 
 
 def step(param: Tensor, grad: Tensor, state: State, settings: Settings) -> Result:
-    """Take one step; the arguments are left as they were."""
+    """Take one step; does not change its arguments."""
     rule = settings.rules.of(tuple(param.shape))
     counted = dict(state, step=state["step"] + 1)
     if param.numel() == 0:
@@ -94,14 +94,14 @@ def statistic_weight(t: Scalar, rule: TensorRule) -> Scalar:
 
 
 def weight_size(size: Tensor, initial: Tensor | None, t: Scalar) -> tuple[Tensor, State]:
-    """The RMS that (3) scales by, and the state that keeps it; `size` is RMS(W) now.
+    """The RMS that (3) scales by, and its new state; `size` is the present RMS(W).
 
-    `initial` is the state's `initial_rms`, or None with scale="current". A parameter that was zero
-    at first has no size to keep, and is scaled by its present one.
+    `initial` is the state's `initial_rms`, or None with scale="current". A parameter whose initial
+    RMS is 0 is scaled by its present RMS.
     """
     if initial is None:
         return size, {}
-    # A counter on the device is not read.
+    # No host sync for a counter on the device.
     first = torch.where(t == 1, size, initial) if isinstance(t, Tensor) else initial
     if not isinstance(t, Tensor) and t == 1:
         first = size
@@ -110,12 +110,12 @@ def weight_size(size: Tensor, initial: Tensor | None, t: Scalar) -> tuple[Tensor
 
 
 def relative_step(t: Scalar, lr: Scalar, rule: TensorRule) -> Scalar:
-    """Equation (2): rho = min(lr, 1/sqrt(t)). A rate of 0 stays 0, whatever `min_lr` says."""
+    """Equation (2): rho = min(lr, 1/sqrt(t)), at least `min_lr`, but 0 for lr = 0."""
     return larger(smaller(lr, t**-0.5), rule.min_lr) * (lr > 0)  # (2)
 
 
 def step_size(size: Scalar, t: Scalar, lr: Scalar, rule: TensorRule) -> Scalar:
-    """Equation (3): the relative step times the weight's own size, RMS(W)."""
+    """Equation (3): the relative step times the size of the weight, RMS(W)."""
     if rule.absolute:
         return lr
     size = larger(size, rule.eps2)
@@ -125,7 +125,7 @@ def step_size(size: Scalar, t: Scalar, lr: Scalar, rule: TensorRule) -> Scalar:
 
 
 def kept_share(alpha: Scalar, t: Scalar, lr: Scalar, rule: TensorRule) -> Scalar:
-    """Equation (4): what decay leaves of W."""
+    """Equation (4): the factor by which decay multiplies W."""
     if rule.weight_decay == 0.0:
         return 1.0
     rate = lr if rule.decays_by_lr else alpha
@@ -155,11 +155,11 @@ def second_moments(g: Tensor, state: State, t: Scalar, rule: TensorRule) -> Stat
 
 
 def variance_of(moments: State, rule: TensorRule) -> Tensor:
-    """Equation (6): V without its floor. R is divided first: the product cannot overflow."""
+    """Equation (6): V without its floor. R is divided first, so that R C does not overflow."""
     if rule.dense:
         return moments["variance"]
     row_var, col_var = moments["row_var"], moments["col_var"]
-    divisor: Tensor | None = None  # (1, 1), one for each matrix of a batch
+    divisor: Tensor | None = None  # (..., 1, 1)
     if rule.divides_by_mean:
         divisor = row_var.mean(dim=-2, keepdim=True).clamp(min=FLOAT32_TINY)
     elif rule.divides_by_max:
@@ -171,7 +171,7 @@ def variance_of(moments: State, rule: TensorRule) -> Tensor:
 
 
 def published_move(g: Tensor, moments: State, rule: TensorRule) -> Tensor:
-    """What W moves against without momentum, from G and the statistics of (5)."""
+    """The move of W in units of alpha, without momentum, from G and the moments of (5)."""
     variance = variance_of(moments, rule)
     if rule.boost is not None:
         return rule.boost * g / (variance.sqrt() + rule.eps1).clamp(min=FLOAT32_TINY)
@@ -179,7 +179,7 @@ def published_move(g: Tensor, moments: State, rule: TensorRule) -> Tensor:
 
 
 def directed(update: Tensor, rule: TensorRule) -> Tensor:
-    """Equations (7) to (9) of U = G / sqrt(V), or of y in its place. A vector is one row."""
+    """Equations (7) to (9) for U = G / sqrt(V), or for y of (13). A vector is one row."""
     if rule.divides_by_peak:
         update = update / update.abs().amax().clamp(min=rule.floor)  # (7)
     if rule.norm_clip > 0.0:  # version 0.2
@@ -198,7 +198,7 @@ def directed(update: Tensor, rule: TensorRule) -> Tensor:
 def filtered_move(
     g: Tensor, moments: State, state: State, t: Scalar, rule: TensorRule
 ) -> tuple[Tensor, State]:
-    """What W moves against with momentum or in the orthogonal direction, and the new memories."""
+    """The move of W with momentum or in the orthogonal direction, and the new momentum state."""
     g = g.reshape(-1, g.shape[-1])  # a vector is one row
     variance = variance_of(moments, rule).reshape(-1, g.shape[-1])
     mean = mean_moment(moments)
@@ -216,11 +216,11 @@ def filtered_move(
 
 
 def input_factor(mean_square: Tensor, mean: Tensor, rule: TensorRule) -> Tensor:
-    """The part of (10) that is one number for each tensor: the clip s_z, and V if orthogonal.
+    """The scalar factor of (10): 1 / s_z, and 1 / sqrt(V) if orthogonal.
 
-    `mean_square` is the mean of this step's G^2 and `mean` that of R or v. Their ratio says how far
-    the input would stick out, without another pass over it. The orthogonal direction whitens after
-    the momentum, so its V in (10) is one number.
+    `mean_square` is the mean of this step's G^2, `mean` that of R or v. Their ratio estimates the
+    size of x without another pass over G. The orthogonal direction divides by sqrt(R C) after the
+    momentum, so its V in (10) is a scalar.
     """
     clip = (mean_square / mean.clamp(min=FLOAT32_TINY)).sqrt().clamp(min=1.0)  # s_z
     if rule.is_orthogonal:
@@ -229,13 +229,13 @@ def input_factor(mean_square: Tensor, mean: Tensor, rule: TensorRule) -> Tensor:
 
 
 def mean_moment(moments: State) -> Tensor:
-    """The mean of R, or mean v of a vector."""
+    """The mean of R, or of v for a dense variance."""
     key, dim = ("row_var", -2) if "row_var" in moments else ("variance", -1)
     return moments[key].mean(dim=dim, keepdim=True)
 
 
 def with_momentum(x: Tensor, state: State, t: Scalar, rule: TensorRule) -> tuple[Tensor, State]:
-    """Equations (11) to (13): y, and the new momentum with its sums."""
+    """Equations (11) to (13): y, and the new momentum state."""
     sums = state.get("band_sums")
     memory = memory_of(rule, t, x.shape[-1], sums)
     x = memory.to_bands(x)
@@ -249,9 +249,10 @@ def with_momentum(x: Tensor, state: State, t: Scalar, rule: TensorRule) -> tuple
 
 
 def without_leaks(y: Tensor, variance: Tensor) -> Tensor:
-    """Zero where there never was a gradient: rounding leaks there from the other columns of a DCT.
+    """Set y to 0 where V is 0, as no gradient ever arrived there.
 
-    A sign would make the leak as large as any entry, whitening larger than all.
+    The rounding errors of a DCT leak into such columns. A sign would make them as large as any
+    other entry, whitening even larger.
     """
     return torch.where(variance > 0, y, 0.0)
 
@@ -260,9 +261,9 @@ def without_leaks(y: Tensor, variance: Tensor) -> Tensor:
 
 
 def working_copies(param: Tensor, grad: Tensor, rule: TensorRule) -> tuple[Tensor, Tensor]:
-    """W and G in the precision of the arithmetic; G as a vector, (m, n) or (batch, m, n).
+    """W and G in float32, a float64 W as it is; G with shape (n), (m, n) or (batch, m, n).
 
-    Float32 for both, except that a float64 W is not rounded.
+    With `maximize`, -G.
     """
     layout = factoring(tuple(param.shape), rule.factor)
     g = grad.to(torch.float32).reshape((-1,) if layout is None else layout.matrix)
@@ -270,7 +271,7 @@ def working_copies(param: Tensor, grad: Tensor, rule: TensorRule) -> tuple[Tenso
 
 
 def sum_of_squares(x: Tensor, dim: int) -> Tensor:
-    """Sums along `dim`, kept as 1, without a temporary of x's size."""
+    """Sums of x^2 along `dim`, with keepdim, without a temporary of x's size."""
     norm: Tensor = vector_norm(x, dim=dim, keepdim=True)
     return norm.square()
 
@@ -282,7 +283,7 @@ def rms(x: Tensor) -> Tensor:
 
 
 def host_scalar(x: Scalar) -> Scalar:
-    """A Python number where that costs nothing, else the 0-dim tensor itself."""
+    """A Python number if reading it is free, else a 0-dim tensor."""
     if isinstance(x, Tensor):
         # .item() of a CPU tensor is a memory read; elsewhere it would wait for the device.
         return float(x.item()) if x.device.type == "cpu" else x.reshape(())
@@ -290,14 +291,14 @@ def host_scalar(x: Scalar) -> Scalar:
 
 
 def smaller(a: Scalar, b: Scalar) -> Scalar:
-    """min(a, b) without reading a tensor back."""
+    """min(a, b) without a host sync."""
     if isinstance(a, Tensor):
         return a.clamp(max=b)
     return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)
 
 
 def larger(a: Scalar, b: Scalar) -> Scalar:
-    """max(a, b) without reading a tensor back."""
+    """max(a, b) without a host sync."""
     if isinstance(a, Tensor):
         return a.clamp(min=b)
     return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)

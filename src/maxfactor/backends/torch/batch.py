@@ -1,17 +1,17 @@
-"""The equations in torch operations: one form for one process and for shards.
+"""The equations in torch operations, for one process and for shards alike.
 
-A `Batch` is k tensors of one shape, (k, m, n), or one large matrix that is read and written in
-blocks of rows. Its step is a generator of three rounds. Each yields sums and maxima, and continues
-with those over all ranks that hold a part of the tensor; for one process they are its own.
+A `Batch` is k tensors of one shape, (k, m, n), or one large matrix that is processed in blocks of
+rows. Its step is a generator of three rounds. Each round yields local sums and maxima, and receives
+those over all ranks that hold a shard of the tensor. In one process both are the same.
 
     1  sums     of G^2 by rows and columns, of W^2, of R (or v) before the step
     2  maxima   of R in (6)
-    3  maxima   of |U|, of its rows where columns are cut; sums of U^2 and those of FAM's bands
+    3  maxima   of |U|, and of its rows; sums of U^2, and of FAM's bands
 
-Nothing is written before the end of round 1, which also tells whether the gradient is finite.
-Means and factors are those of the whole tensor, so nothing but the order of sums depends on how a
-tensor is cut. With several blocks the last pass computes U again, from G or from the stored
-momentum, so that nothing of a tensor's size is kept in between.
+Nothing is written before the end of round 1, which also shows whether the gradient is finite.
+Means and factors are those of the whole tensor, so sharding changes only the order of the sums.
+With several blocks the last pass computes U again, from G or from the stored momentum, so that no
+buffer has the size of the tensor.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ if TYPE_CHECKING:
     Variance = DenseVariance | FactoredVariance
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
-SMALL = 1 << 15  # elements up to which a call costs more than a pass over the tensor
+SMALL = 1 << 15  # elements; below, the overhead of a call exceeds a pass over the tensor
 
 
 class Batch:
     """Tensors of one shape, rule, dtype and step count, or this rank's shard of one tensor.
 
     Args:
-        inputs: The tensors. More than one only if none of them is sharded.
-        grads: What this rank holds of their gradients.
-        t: The number of this step; (k, 1, 1) where the device counts.
-        block: Elements to work on at a time, if rows can be worked on by themselves.
-        scratch: Buffers that batches share.
+        inputs: The tensors. A sharded tensor is a batch of its own.
+        grads: Their local gradients.
+        t: The number of this step; (k, 1, 1) if the counters are on the device.
+        block: Elements of a block of rows. Only a single matrix is split into blocks.
+        scratch: Temporary buffers.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Batch:
         self.is_small = self.count <= SMALL
         self._find_shape()
         self._find_groups()
-        self.stacked: Tensor | None = None  # gradients of small tensors
-        self.weights: Tensor | None = None  # as a batch, from when they are first read
+        self.stacked: Tensor | None = None  # gradients of small tensors, as a batch
+        self.weights: Tensor | None = None  # as a batch, once they were read
         self.travelling: Travelling | None = None
         if self.rule.is_orthogonal and self.everywhere:
             layout = factoring(tuple(first.param.shape), self.rule.factor)
@@ -95,7 +95,7 @@ class Batch:
             self.travelling = Travelling(first.param, layout)
 
     def _find_shape(self) -> None:
-        """(k, m, n) of what is here, sizes of the whole matrix, and a tensor's dimensions."""
+        """Set the local shape (k, m, n), the whole matrix's m and n, and the dims of one tensor."""
         param, own = self.inputs[0].param, self.params[0]
         layout = factoring(tuple(param.shape), self.rule.factor)
         self.tensor_dims: tuple[int, ...] = (-2, -1)
@@ -110,19 +110,19 @@ class Batch:
             self.shape, self.tensor_dims = (batch[0], m, n), (-3, -2, -1)
 
     def _find_groups(self) -> None:
-        """Over which processes sums and maxima are taken; none for one process."""
+        """Set the process groups of the reductions; there are none in one process."""
         param = self.inputs[0].param
         layout, dims = factoring(tuple(param.shape), self.rule.factor), range(param.dim())
         self.everywhere = groups_over(param, dims)
         self.along_rows, self.along_columns = self.everywhere, []
-        if layout is not None:  # by the dimensions that the other factor does not have
+        if layout is not None:  # sums for R run over the dimensions that R lacks; so for C
             self.along_rows = groups_over(param, set(dims) - set(layout.row_dims))
             self.along_columns = groups_over(param, set(dims) - set(layout.col_dims))
 
     # ------------------------------------------------------------------------------ the step
 
     def rounds(self) -> Rounds:
-        """The step; returns the step sizes."""
+        """Run the step; return the step sizes."""
         rule = self.rule
         reductions = self._sums()
         if self.everywhere:
@@ -140,7 +140,7 @@ class Batch:
             yield from self._orthogonal_step(variance, mean, got[0], alpha, keep)
         else:
             yield from self._directed_step(variance, mean, got[0], alpha, keep)
-        self.stacked = self.weights = None  # not kept while other batches run
+        self.stacked = self.weights = None  # free the memory for other batches
         if isinstance(alpha, Tensor) and alpha.dim():
             return list(alpha.expand(len(self.inputs), 1, 1).unbind())
         return [alpha] * len(self.inputs)
@@ -148,9 +148,9 @@ class Batch:
     # ------------------------------------------------------------------------------- round 1
 
     def _sums(self) -> list[Reduction]:
-        """Sums of G^2 and of the moments before; for factored matrices also by rows, columns."""
+        """Sums of G^2, for factored matrices also by row and by column, and of the old moments."""
         row_norm = self._new_column()
-        squares: Tensor | None = None  # an entry sums one row of every block
+        squares: Tensor | None = None  # summed over blocks: row i of it sums row i of every block
         for rows, g in self._gradient_blocks():
             vector_norm(g, dim=-1, keepdim=True, out=row_norm[:, rows])
             if self.rule.dense:
@@ -160,7 +160,7 @@ class Batch:
             else:
                 squares[:, : g.shape[1]].addcmul_(g, g)
         row_sum = row_norm.square_()
-        # Over a tensor, not over each matrix of a batch.
+        # Over the whole tensor, also with factor="last".
         total = row_sum.sum(dim=self.tensor_dims, keepdim=True).reshape(-1, 1, 1)
         found = [Reduction(total, self.everywhere)]
         if self.rule.dense:
@@ -174,35 +174,36 @@ class Batch:
             col_sum = squares.sum(dim=-2, keepdim=True)
         found += [Reduction(row_sum, self.along_rows), Reduction(col_sum, self.along_columns)]
         if self.rule.needs_mean:
-            within = [*self.along_columns, *self.along_rows]  # not those that cut a batch
+            # Without the groups that shard the batch dimension.
+            within = [*self.along_columns, *self.along_rows]
             before = self._state("row_var", self._rows).sum(dim=-2, keepdim=True)
             found.append(Reduction(before, self.along_columns))
             found.append(Reduction(row_sum.sum(dim=-2, keepdim=True), within))
         return found
 
     def _weight_squares(self) -> Tensor:
-        """The sum of W^2 of each tensor, (k, 1, 1); zeros where (3) keeps to the first RMS."""
+        """The sum of W^2 of each tensor, (k, 1, 1); zeros if unused, see `_keeps_to_first`."""
         k = len(self.inputs)
         if self._keeps_to_first:
             return torch.zeros((k, 1, 1), dtype=torch.float32, device=self.params[0].device)
         wide = torch.promote_types(self.params[0].dtype, torch.float32)
         self.weights = as_batch(self.params, self.shape)
-        # Row by row first: one long float32 sum would lose digits, and take one thread.
+        # Row by row first: one long float32 sum would lose digits and run on one thread.
         by_row: Tensor = vector_norm(self.weights, dim=-1, keepdim=True, dtype=wide)
         norm: Tensor = vector_norm(by_row, dim=self.tensor_dims)
         return norm.square().to(torch.float32).reshape(k, 1, 1)
 
     @cached_property
     def _keeps_to_first(self) -> bool:
-        """Whether (3) scales by the RMS of the first step; False where only a GPU knows."""
+        """Whether (3) uses the stored initial RMS alone; False if only the device knows."""
         if not self.rule.keeps_initial_rms or isinstance(self.t, Tensor) or self.t == 1:
             return False
         kept = [state["initial_rms"] for state in self.states]
-        # Numbers of the CPU are read, as is the counter of steps.
+        # .item() is free on the CPU; a CUDA tensor is never read.
         return all(not each.is_cuda and each.item() > 0 for each in kept)
 
     def _rates(self, weight_squares: Tensor) -> tuple[Scalar, Scalar]:
-        """The step size (2) (3), and what decay leaves of W (4): numbers, or (k, 1, 1)."""
+        """The step size of (2) (3) and the decay factor of (4): numbers, or (k, 1, 1)."""
         rule, t = self.rule, self.t
         size = (weight_squares / self.count).sqrt()
         if rule.keeps_initial_rms:
@@ -213,15 +214,15 @@ class Batch:
             else:
                 size, now = reference.weight_size(size, first, t)
                 torch._foreach_copy_(kept, list(now["initial_rms"].reshape(-1).unbind()))
-        # The numbers of a large tensor are Python's own on the CPU; on a device they stay there.
+        # A single large tensor on the CPU uses Python floats; values on a device stay there.
         scale: Scalar = size if self.is_small or len(self.inputs) > 1 else host_scalar(size)
         alpha = reference.step_size(scale, t, self.lr, rule)
         return alpha, reference.kept_share(alpha, t, self.lr, rule)
 
     def _update_moments(self, got: list[Tensor]) -> Tensor | None:
-        """Equation (5), written to the state; returns mean R, or mean v, where it is needed.
+        """Equation (5), written to the state; returns mean R, or mean v, if it is needed.
 
-        A mean of averages is the average of the means: it needs no message after round 1.
+        (5) is linear, so the mean follows from the sums of round 1, without another message.
         """
         rule = self.rule
         kappa = reference.statistic_weight(self.t, rule)
@@ -276,7 +277,7 @@ class Batch:
             row = row / divisor.clamp(min=rule.floor)
         else:
             yield []
-        # Reading the smallest V saves passes over a large matrix.
+        # .item() is free on the CPU, and the smallest V may save passes over a large matrix.
         may_read = row.device.type == "cpu" and not self.is_small
         return FactoredVariance(row, self.col_var, rule.variance_floor, may_read=may_read)
 
@@ -285,7 +286,7 @@ class Batch:
     def _directed_step(
         self, variance: Variance, mean: Tensor | None, total: Tensor, alpha: Scalar, keep: Scalar
     ) -> Generator[list[Reduction], list[Tensor], None]:
-        """Equations (7) to (9), after (10) to (13) where there is momentum."""
+        """Equations (7) to (9), after (10) to (13) with momentum."""
         rule = self.rule
         update = Update(self, variance, mean, total)
         asked = self._measure(update)
@@ -293,11 +294,11 @@ class Batch:
         got = dict(zip(asked, answers, strict=False))
         update.finish(answers[len(asked) :])
         coef: Tensor | Scalar = 1.0 if rule.has_momentum else variance.row_factor()
-        # In this order: row maxima of 0 must meet the scale before it overflows.
+        # Row maximum times scale first: scale * alpha may overflow, and 0 * inf is NaN.
         coef = (got["row_max"] if rule.moves_by_sign else coef) * self._update_scale(got)
         coef = coef * (alpha if rule.has_momentum else alpha * self._uphill)
         if isinstance(coef, Tensor):
-            # A gradient of zeros with a floor of zero: the largest number, as 0 * inf is NaN.
+            # For a zero gradient and a zero floor coef is inf, and 0 * inf is NaN.
             coef = coef.clamp(-FLOAT32_MAX, FLOAT32_MAX)
         by_row = isinstance(coef, Tensor) and coef.dim() == 3 and coef.shape[1] > 1
         for rows, g in self._gradient_blocks():
@@ -305,7 +306,7 @@ class Batch:
             self._write(rows, update.last_pass(rows, g).mul_(-own), keep)  # (9)
 
     def _measure(self, update: Update) -> dict[str, Reduction]:
-        """The first pass: what (7) to (9) need of U as a whole."""
+        """The first pass: the maxima and the norm of U that (7) to (9) need."""
         rule, found = self.rule, dict[str, Reduction]()
         row_max = self._new_column() if rule.divides_by_peak else None
         row_norm = self._new_column() if rule.needs_norm else None
@@ -317,7 +318,7 @@ class Batch:
                 magnitude = torch.abs(u, out=self.scratch(4, u))
                 torch.amax(magnitude, dim=-1, keepdim=True, out=row_max[:, rows])
         if self.everywhere:
-            self.scratch.release()  # other batches run before this one goes on
+            self.scratch.release()  # other batches run before this one continues
         factor = 1.0 if rule.has_momentum else update.variance.row_factor()
         if row_max is not None:
             row_max.mul_(factor)
@@ -335,7 +336,7 @@ class Batch:
         return -1.0 if self.rule.maximize else 1.0
 
     def _update_scale(self, got: dict[str, Tensor]) -> Scalar:
-        """What U = G / sqrt(V) is multiplied by, from max|U| and the sum of U^2."""
+        """The factor of U = G / sqrt(V) in (7) and (8), from max|U| and the sum of U^2."""
         rule = self.rule
         scale: Scalar = 1.0
         if rule.divides_by_peak:
@@ -353,7 +354,7 @@ class Batch:
     def _orthogonal_step(
         self, variance: Variance, mean: Tensor | None, total: Tensor, alpha: Scalar, keep: Scalar
     ) -> Generator[list[Reduction], list[Tensor], None]:
-        """Equations (10) to (13), then the orthogonal direction of (9). It takes whole matrices."""
+        """Equations (10) to (13), then the orthogonal direction of (9), from whole matrices."""
         assert mean is not None
         update = Update(self, variance, mean, total)
         rows = slice(0, self.shape[1])
@@ -361,7 +362,7 @@ class Batch:
         y = variance.normalize(y.mul_(mean.sqrt()), rows, y).mul_(variance.row_factor())
         if self.travelling is not None:
             self.travelling.value = y.reshape(self.params[0].shape)
-            del y  # only one copy of all matrices while they travel
+            del y  # the exchange holds the only copy
         update.finish((yield update.reductions()))
         if self.travelling is None:
             move = orthogonal(y)
@@ -372,14 +373,14 @@ class Batch:
     # --------------------------------------------------------------------------------- write
 
     def _write(self, rows: slice, move: Tensor, keep: Scalar) -> None:
-        """W <- keep * W + move for some rows; overwrites `move`."""
+        """W <- keep * W + move for some rows."""
         dtype = self.params[0].dtype
         if self.weights is None:
             self.weights = as_batch(self.params, self.shape)
         w = self.weights[:, rows]
         is_wide = dtype in (torch.float32, torch.float64)
         wide = w if is_wide else self.scratch(2, w).copy_(w)
-        if isinstance(keep, Tensor):  # one for each tensor, or on a device, where it is not read
+        if isinstance(keep, Tensor):  # one for each tensor, or on the device: not read back
             wide.mul_(keep).add_(move)
         else:
             torch.add(move, wide, alpha=keep, out=wide)  # one pass for both
@@ -398,14 +399,14 @@ class Batch:
             t = self.t if not isinstance(self.t, Tensor) else self.t.reshape(())
             return rounded(wide, dtype, self.rule, t, start)
         times = self.t if isinstance(self.t, Tensor) else [self.t] * len(wide)
-        # The noise starts anew in every tensor.
+        # Positions count from 0 in each tensor.
         each = [
             rounded(w, dtype, self.rule, host_scalar(t)) for w, t in zip(wide, times, strict=True)
         ]
         return torch.stack(each)
 
     def _write_boosted(self, alpha: Scalar, keep: Scalar) -> None:
-        """Version 0.3's rule for parameters with a single value."""
+        """Version 0.3's rule for parameters with one element."""
         rule, rows = self.rule, slice(0, self.shape[1])
         assert rule.boost is not None
         root = (self.v.sqrt() + rule.eps1).clamp_(min=FLOAT32_TINY)
@@ -415,7 +416,7 @@ class Batch:
     # -------------------------------------------------------------------- gradients and state
 
     def _gradient_blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Blocks of rows of the gradient, float32 and not to be written to: (k, rows, n)."""
+        """Blocks of rows of the gradient in float32, (k, rows, n); read-only."""
         _, m, n = self.shape
         whole = self._gradient()
         if whole.numel() == 0:
@@ -429,7 +430,7 @@ class Batch:
             yield rows, g if g.dtype == torch.float32 else self.scratch(1, g).copy_(g)
 
     def _whole_gradient(self) -> Tensor:
-        """The gradient in float32, not to be written to."""
+        """The gradient in float32; read-only."""
         return self._gradient().to(torch.float32)
 
     def _gradient(self) -> Tensor:
@@ -449,7 +450,7 @@ class Batch:
         return self.shape[0], 1, self.shape[2]
 
     def _state(self, key: str, shape: tuple[int, int, int]) -> Tensor:
-        """A state tensor of all tensors, as a batch: a view of a single one, else a copy."""
+        """The state tensors of one key as a batch, see `as_batch`."""
         return as_batch([state[key] for state in self.states], shape)
 
     def _save(self, key: str, batch: Tensor) -> None:
@@ -460,13 +461,13 @@ class Batch:
 
 
 class Update:
-    """What (7) to (9) turn into a move, block by block: G / sqrt(V), or y of (10) to (13)."""
+    """The input of (7) to (9), block by block: U = G / sqrt(V), or y of (10) to (13)."""
 
     def __init__(
         self, batch: Batch, variance: Variance, mean: Tensor | None, total: Tensor
     ) -> None:
         self.batch, self.rule, self.variance = batch, batch.rule, variance
-        self.kept: Tensor | None = None  # of a batch that is one block
+        self.kept: Tensor | None = None  # the result, if there is only one block
         self.totals: Tensor | None = None
         self.memory: Memory | None = None
         self.factor: Scalar = 1.0
@@ -474,7 +475,7 @@ class Update:
             return
         assert mean is not None
         factor = reference.input_factor(total / batch.count, mean, self.rule)
-        self.factor = factor * batch._uphill  # the momentum remembers G with its sign
+        self.factor = factor * batch._uphill  # with maximize, M averages -G
         if self.rule.has_momentum:
             self.memory = memory_of(self.rule, batch.t, batch.shape[2], self._band_sums())
             self._load_momentum()
@@ -494,7 +495,7 @@ class Update:
             self.scales = self.batch._state("momentum_scale", (k, m, blocks))
 
     def first_pass(self, rows: slice, g: Tensor) -> Tensor:
-        """U or y of a block; with momentum, M is updated."""
+        """U or y of a block; updates M if there is momentum."""
         batch = self.batch
         out = batch.scratch(0, g)
         is_whole = g.shape[1] == batch.shape[1]
@@ -507,7 +508,7 @@ class Update:
         return u
 
     def last_pass(self, rows: slice, g: Tensor) -> Tensor:
-        """The same once more, or its sign where only that counts, in a buffer to overwrite."""
+        """U or y again, or its sign for sign updates. The caller may overwrite the result."""
         by_sign, out = self.rule.moves_by_sign, self.batch.scratch(0, g)
         if self.kept is not None:
             u = self.kept
@@ -553,7 +554,7 @@ class Update:
         return dequantize(self.codes[:, rows], self.scales[:, rows], out)
 
     def _encode_(self, rows: slice, momentum: Tensor) -> None:
-        """Store a block of the momentum, which becomes what was stored."""
+        """Store a block of the momentum; overwrites it with the stored values."""
         if self.scales is None:
             self.codes[:, rows].copy_(momentum)
             momentum.copy_(self.codes[:, rows])
@@ -590,7 +591,7 @@ class Update:
 
 
 def largest_of(x: Tensor, dims: int | tuple[int, ...]) -> Tensor:
-    """The largest magnitude along `dims`, kept as 1; 0 where there is none."""
+    """The largest magnitude along `dims`, with keepdim; 0 for an empty tensor."""
     if x.numel():
         return x.abs().amax(dim=dims, keepdim=True)
     shape = list(x.shape)

@@ -1,4 +1,4 @@
-"""Tensors as batches (k, m, n), blocks of rows, and what 1 / sqrt(V) is in each of them."""
+"""Tensors as batches (k, m, n), scratch buffers, and 1 / sqrt(V) for blocks of rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Shape = tuple[int, int, int]
 
 
 def as_batch(tensors: Sequence[Tensor], shape: Shape) -> Tensor:
-    """The tensors as one batch (k, m, n): a view of a single one if it can be, else a copy."""
+    """The tensors as one batch (k, m, n): a view of a single contiguous tensor, else a copy."""
     if len(tensors) == 1 and tensors[0].is_contiguous():
         return tensors[0].view(shape)
     # A stack of channels_last tensors is not contiguous.
@@ -22,7 +22,7 @@ def as_batch(tensors: Sequence[Tensor], shape: Shape) -> Tensor:
 
 
 def write_back(tensors: Sequence[Tensor], batch: Tensor) -> None:
-    """Copy a batch that is not a view to where it came from."""
+    """Copy a batch back to its tensors, unless it is a view of them."""
     if len(tensors) == 1 and tensors[0].data_ptr() == batch.data_ptr():
         return
     parts = batch.reshape(len(tensors), *tensors[0].shape).unbind()
@@ -30,7 +30,7 @@ def write_back(tensors: Sequence[Tensor], batch: Tensor) -> None:
 
 
 class Scratch:
-    """Buffers for one block, used again for every block of every batch of a step."""
+    """Buffers for one block, reused for every block of every batch of a step."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, torch.device], Tensor] = {}
@@ -44,18 +44,18 @@ class Scratch:
         return found[:size].view(like.shape)
 
     def release(self) -> None:
-        """Forget the buffers; what is still in use stays."""
+        """Drop the buffers; views that are still in use stay valid."""
         self._buffers.clear()
 
 
 class FactoredVariance:
-    """V = max(R C, floor). Where no floor is active 1 / sqrt(V) is a product, too.
+    """V = max(R C, floor). If the floor is active nowhere, 1 / sqrt(V) is a product too.
 
     Args:
-        row: The rows' factor of (6), (k, m, 1).
+        row: The row factor of (6), (k, m, 1).
         col: C, (k, 1, n).
         floor: The smallest V.
-        may_read: Whether to look if the floor is active anywhere.
+        may_read: Whether to read the smallest V, to learn whether the floor is active.
     """
 
     def __init__(self, row: Tensor, col: Tensor, floor: float, *, may_read: bool) -> None:
@@ -65,7 +65,7 @@ class FactoredVariance:
         self.col = col.rsqrt() if self.is_separable else col
 
     def normalize(self, g: Tensor, rows: slice, out: Tensor) -> Tensor:
-        """G / sqrt(V) of some rows but for `row_factor`, into `out`, which may be `g`."""
+        """Write G / sqrt(V) without `row_factor` to `out`, for some rows. `out` may be `g`."""
         if self.is_separable:
             return torch.mul(g, self.col, out=out)
         row = self.row[:, rows]
@@ -74,11 +74,11 @@ class FactoredVariance:
         return torch.mul(row, self.col, out=out).clamp_(min=self.floor).rsqrt_().mul_(g)
 
     def row_factor(self) -> Tensor | float:
-        """What `normalize` leaves out: (k, m, 1), or 1."""
+        """The factor that `normalize` leaves out: (k, m, 1), or 1."""
         return self.row if self.is_separable else 1.0
 
     def is_touched(self, rows: slice) -> Tensor | None:
-        """Where there ever was a gradient; None for everywhere."""
+        """Mask of R C > 0: rows and columns that ever had a gradient; None for all entries."""
         return None if self.is_separable else self.row[:, rows] * self.col > 0
 
 
@@ -89,20 +89,20 @@ class DenseVariance:
         self.v, self.floor = v, floor
 
     def normalize(self, g: Tensor, rows: slice, out: Tensor) -> Tensor:
-        """G / sqrt(V) of some rows, into `out`, which may be `g`."""
+        """Write G / sqrt(V) to `out`, for some rows. `out` may be `g`."""
         return torch.mul(g, self.v[:, rows].clamp(min=self.floor).rsqrt_(), out=out)
 
     def row_factor(self) -> Tensor | float:
-        """1: `normalize` is complete."""
+        """1, as `normalize` leaves nothing out."""
         return 1.0
 
     def is_touched(self, rows: slice) -> Tensor | None:
-        """Where there ever was a gradient."""
+        """Mask of v > 0: entries that ever had a gradient."""
         return self.v[:, rows] > 0
 
 
 def smallest_product(row: Tensor, col: Tensor) -> float:
-    """The smallest entry of row * col, not negative, in any matrix of a batch; 0 without one."""
+    """The smallest entry of row * col in a batch, for factors >= 0; 0 if it is empty."""
     if row.numel() == 0 or col.numel() == 0:
         return 0.0
     return float((row.amin(dim=-2, keepdim=True) * col.amin(dim=-1, keepdim=True)).amin())

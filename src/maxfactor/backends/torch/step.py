@@ -1,6 +1,6 @@
-"""A step in torch operations: sorts parameters into batches and takes them through their rounds.
+"""The torch backend: sorts parameters into batches and runs the rounds of each batch.
 
-It serves the CPU, devices without Triton, and shards. `batch.py` has the equations.
+It runs on the CPU, on devices without Triton, and on shards. `batch.py` has the equations.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from maxfactor.backends.step_io import StepInput
     from maxfactor.backends.torch.batch import Rounds
 
-CPU_BLOCK = 1 << 19  # elements: two float32 buffers of this size stay in a processor's cache
-DEVICE_BLOCK = 1 << 24  # elsewhere a block only has to be small beside the memory
+CPU_BLOCK = 1 << 19  # elements: two float32 buffers of this size fit into the cache
+DEVICE_BLOCK = 1 << 24  # elements: small compared with the memory of a device
 ROUNDS = 3
 
 
 def step(inputs: Sequence[StepInput], *, check: bool, foreach: bool) -> StepResult:
-    """Take one step for each parameter; with `check`, none at all if a gradient is not finite.
+    """Take one step for each parameter; with `check`, skip all if a gradient is not finite.
 
     Args:
-        inputs: The parameters; their states are written in place.
-        check: Look for gradients that are not finite before anything is written.
-        foreach: Batch all tensors of one shape, not only the small ones.
+        inputs: The parameters. They and their states are updated in place.
+        check: Whether to check that all gradients are finite, before anything is written.
+        foreach: Whether to batch all tensors of one shape, not only those of `is_batched`.
     """
     groups = process_groups(each.param for each in inputs)
     grads = [each.grad for each in inputs]
@@ -60,7 +60,7 @@ def step(inputs: Sequence[StepInput], *, check: bool, foreach: bool) -> StepResu
 def sort_into_batches(
     inputs: Sequence[StepInput], grads: Sequence[Tensor], *, foreach: bool, shared: bool
 ) -> Iterator[Batch]:
-    """Sort parameters into batches of one shape; `shared`: they share buffers."""
+    """Sort parameters into batches of one shape, which share scratch buffers if `shared`."""
     scratch = Scratch()
     alike: dict[tuple[Any, object], list[int]] = {}
     for index, each in enumerate(inputs):
@@ -92,19 +92,19 @@ def is_batched(each: StepInput) -> bool:
 
 
 def block_size(device: torch.device, *, foreach: bool) -> int:
-    """Elements to work on at a time."""
+    """Elements of a block."""
     return CPU_BLOCK if device.type == "cpu" and not foreach else DEVICE_BLOCK
 
 
 def chunks(indices: Sequence[int], most: int) -> Iterator[Sequence[int]]:
-    """Cut a list into parts of at most `most` entries, but at least one."""
+    """Split a list into chunks of at most `most` entries, and of at least one."""
     size = max(1, most)
     for start in range(0, len(indices), size):
         yield indices[start : start + size]
 
 
 def device_count(members: Sequence[StepInput]) -> Tensor:
-    """Steps taken so far where the device counts, (k, 1, 1)."""
+    """Steps taken so far, from counters on the device, (k, 1, 1)."""
     return torch.stack([each.state["step"] for each in members]).view(-1, 1, 1)
 
 
@@ -112,9 +112,9 @@ def device_count(members: Sequence[StepInput]) -> Tensor:
 
 
 def run_alone(batches: Iterator[Batch], inputs: Sequence[StepInput], *, check: bool) -> StepResult:
-    """One process: after the first round of all, each batch finishes by itself."""
+    """Run the rounds in one process: with `check`, round 1 of all batches first, then the rest."""
     sizes: dict[int, Scalar] = {}
-    if not check:  # each batch is finished while its gradient is still in the cache
+    if not check:  # finish each batch while its gradient is still in the cache
         for batch in batches:
             rounds = batch.rounds()
             _finish_alone(batch, rounds, next(rounds), sizes)
@@ -143,17 +143,17 @@ def run_on_all(
     *,
     check: bool,
 ) -> StepResult:
-    """Several processes: all batches take each round together, with one message per group."""
+    """Run each round on all batches and ranks, with one all-reduce per process group."""
     rounds = [batch.rounds() for batch in batches]
     reductions = [next(each) for each in rounds]
     device = inputs[0].param.device
     bad = [~own[0].value.isfinite().reshape(-1).to(device) for own in reductions]
-    flags = Reduction(torch.cat(bad).to(torch.float32), groups)  # no rank goes on alone
+    flags = Reduction(torch.cat(bad).to(torch.float32), groups)  # all ranks skip, or none
     *got, flagged = reduce_all([*(r for own in reductions for r in own), flags], groups)
     answers = split_like(got, reductions)
     if check:
         overflown = torch.cat([~own[0].isfinite().reshape(-1).to(device) for own in answers])
-        # The one wait for the device: nothing may be written before this is known.
+        # The only host sync of a step: nothing may be written before this is known.
         failed = ((flagged > 0) | overflown).tolist()
         members = [each for batch in batches for each in batch.inputs]
         names = {id(each) for each, is_bad in zip(members, failed, strict=True) if is_bad}
@@ -170,27 +170,27 @@ def run_on_all(
 
 
 def nonfinite(sums: Sequence[tuple[Batch, Tensor]]) -> set[int]:
-    """The ids of the inputs whose gradient has a sum of squares that is not finite.
+    """The ids of the inputs whose gradient has a nonfinite sum of squares.
 
-    A finite gradient can have one, too: its statistics would be lost for good.
+    The squares of a finite gradient may overflow, too, and would spoil its statistics for good.
     """
     if not sums:
         return set()
     device = sums[0][1].device
     finite = torch.cat([total.reshape(-1).to(device) for _, total in sums]).isfinite()
     members = [each for batch, _ in sums for each in batch.inputs]
-    # The one wait for the device: nothing may be written before this is known.
+    # The only host sync of a step: nothing may be written before this is known.
     return {id(each) for each, good in zip(members, finite.tolist(), strict=True) if not good}
 
 
 def split_like(values: list[Tensor], reductions: list[list[Reduction]]) -> list[list[Tensor]]:
-    """The reduced values as each batch asked for them."""
+    """The reduced values, as one list for each batch."""
     rest = iter(values)
     return [[next(rest) for _ in own] for own in reductions]
 
 
 def finish(rounds: Rounds, answer: list[Tensor]) -> list[Scalar]:
-    """Let a batch finish its step, and return its step sizes."""
+    """Finish the step of a batch; return its step sizes."""
     try:
         rounds.send(answer)
     except StopIteration as end:
