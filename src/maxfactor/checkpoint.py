@@ -1,4 +1,4 @@
-"""What may be loaded into an optimizer: whose checkpoint it is, and whether its state fits."""
+"""Checks that a checkpoint belongs to an optimizer and fits, and copies its state."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
     Named = Sequence[tuple[str, Tensor]]  # a group's parameters with their names
 
-MARK = "made_by"  # the key under which every group says whose state it has, and in which format
+MARK = "made_by"  # key of every group: which optimizer saved it, and the format of its state
 STATE_FORMAT = 1
 
 
 class SavedState(NamedTuple):
-    """A parameter with its state in a checkpoint, and the rule that the state was made for."""
+    """A parameter with its state from a checkpoint, and its rule."""
 
     param: Tensor
     state: dict[str, Any]
@@ -31,7 +31,7 @@ class SavedState(NamedTuple):
 
 
 def check_groups(loaded: dict[str, Any], own: Sequence[Named], mark: str) -> None:
-    """Refuse what is no checkpoint, another optimizer's, or one with other groups."""
+    """Refuse a dict that is no checkpoint, is another optimizer's, or has other groups."""
     if not {"param_groups", "state"} <= set(loaded):
         raise ValueError(
             f"a checkpoint of an optimizer has 'state' and 'param_groups', this one has "
@@ -52,7 +52,7 @@ def check_groups(loaded: dict[str, Any], own: Sequence[Named], mark: str) -> Non
 
 
 def _check_mark(index: int, saved: dict[str, Any], mark: str) -> None:
-    """Refuse a group that another optimizer saved, or another version of this one."""
+    """Refuse a group of another optimizer, or of another state format."""
     found, made_by = saved.get(MARK), mark.split("/")[0]
     if found == mark:
         return
@@ -83,7 +83,7 @@ def _check_length(index: int, saved: dict[str, Any], own: Named, first: int) -> 
 def check_states(
     loaded: dict[str, Any], own: Sequence[Named], rules: Sequence[GroupRules]
 ) -> list[SavedState]:
-    """Return each parameter with its saved state, or refuse the checkpoint."""
+    """Return each parameter with its saved state; refuse a state that does not fit."""
     states = []
     for saved, named, group in zip(loaded["param_groups"], own, rules, strict=True):
         for key, (name, param) in zip(saved["params"], named, strict=True):
@@ -95,14 +95,14 @@ def check_states(
 
 
 def names_of(group: dict[str, Any], first: int) -> Iterable[str]:
-    """Names of a group's parameters; `first` is the index of its first among all."""
+    """Names of a group's parameters; unnamed ones are numbered from `first`."""
     numbered = [f"param_{first + i}" for i in range(len(group["params"]))]
     names: Iterable[str] = group.get("param_names", numbered)
     return names
 
 
 def in_order(saved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """A saved group in the order of one's own, where both have the same names; else as it is."""
+    """Reorder a saved group as `own` if both have the same names; else return it unchanged."""
     names = own.get("param_names", [])
     keys = dict(zip(saved.get("param_names", []), saved["params"], strict=False))
     if len(keys) != len(own["params"]) or set(keys) != set(names):
@@ -111,7 +111,7 @@ def in_order(saved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_loaded(name: str, param: Tensor, loaded: dict[str, Any], rule: TensorRule) -> None:
-    """Refuse a parameter's saved state that does not belong to it."""
+    """Refuse a saved state with other keys, shapes or dtypes than the parameter needs."""
     expected = state_shapes(tuple(param.shape), rule)
     if set(loaded) != set(expected):
         raise ValueError(
@@ -131,12 +131,12 @@ def check_loaded(name: str, param: Tensor, loaded: dict[str, Any], rule: TensorR
         if (loaded[key].dtype == torch.int8) != (dtypes[key] == torch.int8):
             raise ValueError(
                 f"the checkpoint's {key} of parameter {name!r} is {loaded[key].dtype}, but its "
-                f"settings need {dtypes[key]}; codes of eight bits cannot be cast"
+                f"settings need {dtypes[key]}; int8 codes cannot be cast; load it as saved"
             )
 
 
 def check_unchanged(name: str, param: Tensor, state: State, rule: TensorRule) -> None:
-    """Refuse settings that the state of earlier steps was not made for."""
+    """Refuse settings that no longer fit the state of earlier steps."""
     momentum = state.get("momentum")
     found = None if momentum is None else momentum.dtype
     fits = found == (MOMENTUM_DTYPES[rule.momentum_dtype] if rule.has_momentum else None)
@@ -150,16 +150,16 @@ def check_unchanged(name: str, param: Tensor, state: State, rule: TensorRule) ->
 
 
 def shapes_of(state: State) -> dict[str, Shape]:
-    """The shape of each tensor, of all ranks together."""
+    """The global shape of each tensor."""
     return {key: tuple(value.shape) for key, value in state.items()}
 
 
 def restored(
     param: Tensor, loaded: State, rule: TensorRule, *, step_on_device: bool = False
 ) -> State:
-    """Copy a checked state for `param` in its own dtypes; torch would cast it to the param's.
+    """Copy a checked state for `param`, each tensor in its own dtype; torch would cast it.
 
-    For a sharded parameter the state of a whole one is cut, and that of other shards is moved.
+    For a sharded parameter, a whole state is sharded and a sharded one is redistributed.
     """
     state = init_state(param, rule, step_on_device=step_on_device)
     for key, own in state.items():

@@ -1,4 +1,4 @@
-"""Checks of single settings: each returns the value, or says what is wrong and what to do."""
+"""Checks of single settings: each returns the value, or raises an error with the remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def check_number(name: str, value: object) -> float:
-    """Return `value` as a float, or say what is wrong with its type."""
+    """Return `value` as a float; refuse other types than numbers."""
     if isinstance(value, bool) or not isinstance(value, Real):
         remedy = "; convert it with float() first" if isinstance(value, str) else ""
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}){remedy}")
@@ -47,7 +47,7 @@ def check_choice(name: str, value: object, known: tuple[str, ...]) -> str:
 
 
 def check_flag(name: str, value: object) -> bool:
-    """Return `value` if it is True or False; 0, 1 and "no" are more often mistakes."""
+    """Return `value` if it is True or False; 0, 1 and "no" are refused as likely mistakes."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__})")
     return value
@@ -61,7 +61,7 @@ def check_pair(name: str, value: object) -> tuple[Any, Any]:
 
 
 def check_share(name: str, value: object) -> float:
-    """Return `value` as a float in [0, 1), such as the share of an average that is kept."""
+    """Return `value` as a float in [0, 1), such as a beta."""
     number = check_number(name, value)
     if not 0.0 <= number < 1.0:
         raise ValueError(f"{name} must lie in [0, 1), got {number}")
@@ -69,7 +69,7 @@ def check_share(name: str, value: object) -> float:
 
 
 def check_whole(name: str, value: object) -> int:
-    """Return `value` as an int if it is a whole number of any kind, numpy's too."""
+    """Return `value` as an int if it is a whole number, of numpy too."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be a whole number, got {value!r} ({type(value).__name__})")
     return int(value)

@@ -1,12 +1,12 @@
 """Settings: checked once, resolved once.
 
-A parameter group is a plain dict, as torch wants it. `MaxFactorSettings` and `AdafactorSettings`
-check it. Their `rules` say, in plain fields, what the equations do to each kind of tensor: a
-`TensorRule` for matrices, one for vectors, one for single values. The maths and the backends read
-those fields and never ask which optimizer or which direction they belong to.
+A parameter group is a dict, as torch wants it. `MaxFactorSettings` and `AdafactorSettings` check
+it. Their `rules` resolve it to a `TensorRule` for matrices, one for vectors, and one for parameters
+with one element. The maths and the backends read the fields of a `TensorRule`. They never ask for
+the optimizer's class or the name of a direction.
 
-To add a setting: a field and its check here, the `TensorRule` field it resolves to, the argument of
-the optimizer class, the equation in `rule/reference.py`, and its two faster forms.
+To add a setting: add a field and its check here, the `TensorRule` field it resolves to, the
+argument of the optimizer class, the equation in `rule/reference.py`, and its form in each backend.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from maxfactor.checks import (
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
-ADAFACTOR_MAX_STEP = 1e-2  # the paper's cap of the relative step, where no lr is given
+ADAFACTOR_MAX_STEP = 1e-2  # the paper's cap on the relative step, for lr=None
 BLOCK = 64  # values of a row that share an int8 scale, and the length of a DCT
-SHARED_SEED = 0  # of the rounding noise where there are several processes
+SHARED_SEED = 0  # default seed of the rounding noise with several processes
 
 Factoring = Literal["auto", "last"]
 StepRule = Literal["relative", "ramp"]
@@ -59,7 +59,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRule:
-    """What the equations do to one kind of tensor. The learning rate is not in it: it changes."""
+    """The resolved settings of one kind of tensor, without lr, which changes at every step."""
 
     factor: Factoring
     maximize: bool
@@ -74,17 +74,17 @@ class TensorRule:
     eps2: float
     ramps: bool = False  # version 0.2: alpha = min(lr, size * min(1e-6 t, 1/sqrt(t)))
     absolute: bool = False  # Adafactor with an lr: alpha = lr
-    keeps_initial_rms: bool = False  # size is the RMS of the first step
-    # (4) decay by lr, by rho, or by alpha where both are False
+    keeps_initial_rms: bool = False  # the size in (3) is the RMS before the first step
+    # (4) decay by lr, by rho, or by alpha if both are False
     weight_decay: float
     decays_by_lr: bool = False
     decays_by_rho: bool = False
     # (5) second moments
-    dense: bool  # a full v in place of R and C
-    gamma: float | None = None  # memory of a dense v; None: 1 - kappa
+    dense: bool  # a full v instead of R and C
+    gamma: float | None = None  # beta2 of a dense v; None: 1 - kappa
     count_eps: float = 0.0  # added to the counts that the means divide by
     offset: float = 0.0  # added to the squares
-    # (6) V = R C / mean R, / max R, or as it is where both are False
+    # (6) V = R C / mean R, R C / max R, or R C if both are False
     divides_by_mean: bool = False
     divides_by_max: bool = False
     floor: float = FLOAT32_TINY  # smallest divisor of (6) and (7)
@@ -92,38 +92,38 @@ class TensorRule:
     # (7) (8)
     divides_by_peak: bool = False  # U / max|U|
     norm_clip: float = 0.0  # version 0.2: clip of ||U||; 0 for none
-    rms_bound: float = math.inf  # d of (8); inf where (8) is 1
+    rms_bound: float = math.inf  # d of (8); inf for no bound
     # (9)
     moves_by_sign: bool = False  # sign(U) * row maximum, else U
     is_orthogonal: bool = False
-    boost: float | None = None  # version 0.3's rule for single values
+    boost: float | None = None  # version 0.3's rule for one element; None: not used
     eps1: float
     # (10) to (13)
     has_momentum: bool = False
     momentum_dtype: MomentumDtype = "fp32"
-    beta: float = 0.0  # where FAM does not adapt it
+    beta: float = 0.0  # without FAM
     mix: float = 0.0  # mu of (13)
-    looks_ahead: bool = False  # mu = 1 - beta, Nesterov's
+    looks_ahead: bool = False  # Nesterov: mu = 1 - beta
     fam: FAM | None = None
 
     @property
     def is_filtered(self) -> bool:
-        """Whether (10) to (13) come before (7): with momentum, and in the orthogonal direction."""
+        """Whether (10) to (13) come before (7): with momentum, or the orthogonal direction."""
         return self.has_momentum or self.is_orthogonal
 
     @property
     def needs_norm(self) -> bool:
-        """Whether ||U|| plays a part."""
+        """Whether ||U|| is needed."""
         return not self.is_orthogonal and (self.norm_clip > 0.0 or self.rms_bound < math.inf)
 
     @property
     def needs_mean(self) -> bool:
-        """Whether the mean of R, or of v, plays a part."""
+        """Whether the mean of R, or of v, is needed."""
         return self.is_filtered or (self.divides_by_mean and not self.dense)
 
     @property
     def bands(self) -> int:
-        """How many bands FAM adapts; 0 without FAM."""
+        """The number of FAM's bands; 0 without FAM."""
         return 0 if self.fam is None else self.fam.bands
 
     def is_stochastic(self, dtype: torch.dtype) -> bool:
@@ -139,7 +139,7 @@ class GroupRules:
 
     matrix: TensorRule
     vector: TensorRule
-    single: TensorRule | None = None  # of parameters with one value; None: no rule of their own
+    single: TensorRule | None = None  # for parameters with one element; None: as the others
 
     def of(self, shape: tuple[int, ...]) -> TensorRule:
         """The rule of a parameter of this shape."""
@@ -156,13 +156,13 @@ class FAM:
     """Settings of frequency-adaptive momentum.
 
     Args:
-        beta_min: Shortest memory, for a band that its past predicts well.
-        beta_max: Longest memory, for a band of noise.
-        start: Memory during the warm-up. Vectors and scalars always have it.
-        warmup: Steps until the sums are trusted.
-        theta: Memory of the sums A and P.
-        mix: Share of the present input in the update. It keeps the update from ringing.
-        bands: Number of bands along a row with a memory of their own, 1 to 64.
+        beta_min: Smallest beta, for a band that its past predicts well.
+        beta_max: Largest beta, for a band of noise.
+        start: Beta during the warm-up, and always for vectors and scalars.
+        warmup: Steps before beta is adapted.
+        theta: Decay rate of the averages A and P.
+        mix: Weight mu of the present input in (13), in [0, 1]. It damps oscillations.
+        bands: Number of bands along a row, each with its own beta, 1 to 64.
 
     Example:
         >>> import torch, maxfactor
@@ -195,24 +195,24 @@ class FAM:
 
 @dataclass(frozen=True, kw_only=True)
 class Switches:
-    """What the published versions do differently, and how weight decay follows the step.
+    """Differences between the published versions, and what scales the weight decay.
 
-    The defaults are those of version 1.0. docs/published-versions.md has a column for each version.
+    The defaults are version 1.0. docs/published-versions.md has a column for each version.
 
     Args:
         factor: How a tensor with more than two dimensions becomes a matrix. "auto": one matrix, by
             the contiguous split with the fewest rows + columns. "last": the last two dimensions,
             the others as a batch, as published.
-        max_norm: False leaves out max R in (6) and moves by U itself in (9). Version 0.3.
-        min_lr: Lower bound on rho in (2) wherever lr > 0. Version 0.3.
-        scalar_boost: A number: parameters with a single value move by
-            alpha * scalar_boost * G / (sqrt(v) + eps1) instead. Version 0.3.
-        eps_rms: A number: added to the counts in (5), in place of `mean_eps`, and to the divisors'
-            floors in (6) and (7). Version 0.1.
+        max_norm: False omits max R in (6) and moves by U itself in (9). Version 0.3.
+        min_lr: Lower bound on rho in (2) if lr > 0. Version 0.3.
+        scalar_boost: If set, parameters with one element move by
+            alpha * scalar_boost * G / (sqrt(v) + eps1). Version 0.3.
+        eps_rms: If set, it is added to the counts in (5), instead of `mean_eps`, and to the floors
+            of the divisors in (6) and (7). Version 0.1.
         mean_eps: Added to the counts in (5); None means eps1.
-        full_matrix: Keep a dense variance for matrices too, by (5'). Version 0.2.
+        full_matrix: True keeps a dense variance for matrices too, by (5'). Version 0.2.
         clip_threshold: Clip U to this L2 norm before (8); 0 for no clip. Version 0.2.
-        kappa_bounds: Lower and upper bound of (1).
+        kappa_bounds: Lower and upper bound on (1).
         step_rule: "relative" for (2) and (3); "ramp" for version 0.2's
             alpha = min(lr, max(eps2, RMS(W)) * min(1e-6 * t, 1/sqrt(t))).
         decay_by: What scales the decay in (4): "lr" as published; "relative_step" for rho of (2),
@@ -261,7 +261,7 @@ class Switches:
 
 @dataclass(frozen=True)
 class Execution:
-    """How steps are run. The same for all groups of an optimizer."""
+    """How steps are run; the same for all groups of an optimizer."""
 
     foreach: bool | None = None
     fused: bool | None = None
@@ -285,7 +285,7 @@ class Execution:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every factored optimizer has. Field names are the keys of the parameter groups."""
+    """Settings of every factored optimizer. Field names are the keys of the parameter groups."""
 
     lr: float | Tensor | None = None
     beta2_decay: float = -0.8
@@ -319,24 +319,24 @@ class Settings:
         return [f.name for f in fields(cls)]
 
     def as_group(self) -> dict[str, Any]:
-        """The settings as a group holds them; a tensor `lr` stays the caller's own tensor."""
+        """The settings as a parameter group; a tensor `lr` is not copied."""
         return {name: as_setting(getattr(self, name)) for name in self.names()}
 
     @property
     def rate(self) -> float | Tensor:
-        """The learning rate, or the cap of Adafactor without one."""
+        """The learning rate; for lr=None, Adafactor's cap."""
         return ADAFACTOR_MAX_STEP if self.lr is None else self.lr
 
     @cached_property
     def rules(self) -> GroupRules:
-        """What the equations do to each kind of tensor."""
+        """The resolved settings of each kind of tensor."""
         return self._resolve()
 
     def _resolve(self) -> GroupRules:
         raise NotImplementedError
 
     def _common(self) -> dict[str, Any]:
-        """The fields of a `TensorRule` that are settings of every optimizer."""
+        """The `TensorRule` fields of settings that every optimizer has."""
         return {
             "maximize": self.maximize,
             "rounding": self.rounding,
@@ -401,7 +401,7 @@ class MaxFactorSettings(Settings):
         )
 
     def _check_switches(self) -> None:
-        """What belongs to a published version has no meaning in what was built on the last."""
+        """Refuse switches of published versions together with momentum or another direction."""
         if self.momentum is None and self.direction == "sign_max":
             return
         newer = f"momentum={self.momentum}"
@@ -430,10 +430,10 @@ class MaxFactorSettings(Settings):
 
     @property
     def _switches(self) -> Switches:
-        return cast("Switches", self.switches)  # made one when the settings were checked
+        return cast("Switches", self.switches)  # converted by __post_init__
 
     def _rule(self, *, is_vector: bool) -> TensorRule:
-        """Resolve what the equations do to matrices, or to vectors."""
+        """Resolve the settings of matrices, or of vectors."""
         switches = self._switches
         eps1 = FLOAT32_EPS if self.eps[0] is None else self.eps[0]
         is_orthogonal = self.direction == "orthogonal" and not is_vector
@@ -442,7 +442,7 @@ class MaxFactorSettings(Settings):
         as_update = switches.vector_direction == "update" if is_vector else not switches.max_norm
         mean_eps = eps1 if switches.mean_eps is None else switches.mean_eps
         low, high = switches.kappa_bounds
-        # RMS(U) <= max|U| = 1, so from d = 1 on (8) is 1.
+        # RMS(U) <= max|U| = 1, so d >= 1 has no effect in (8).
         bound = self.d if is_factored or self.d < 1.0 else math.inf
         return TensorRule(
             **self._common(),
@@ -489,7 +489,7 @@ class MaxFactorSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class AdafactorSettings(Settings):
-    """Adafactor's settings; `relative_step` is True or False once the object exists."""
+    """Adafactor's settings; a `relative_step` of None is resolved to True or False."""
 
     eps: tuple[float | None, float] = (1e-30, 1e-3)
     clip_threshold: float = 1.0
@@ -518,7 +518,7 @@ class AdafactorSettings(Settings):
             **self._common(),
             factor=self.factor,
             absolute=not self.relative_step,
-            # With an lr this is torch.optim.Adafactor's rule, where lr itself scales the decay.
+            # As in torch.optim.Adafactor, a given lr scales the decay.
             decays_by_lr=self.lr is not None,
             dense=is_vector,
             offset=eps1,
@@ -533,21 +533,21 @@ class AdafactorSettings(Settings):
 
 def _set(owner: object, **values: object) -> None:
     for name, value in values.items():
-        object.__setattr__(owner, name, value)  # frozen for everybody but __post_init__
+        object.__setattr__(owner, name, value)  # in __post_init__ of a frozen class
 
 
 def as_setting(value: object) -> object:
-    """What a parameter group holds: plain values, which any checkpoint may load."""
+    """Convert to dicts and Python numbers, which torch.load accepts with weights_only=True."""
     if isinstance(value, (FAM, Switches)):
         return asdict(value)
-    is_plain = type(value) in (bool, int, float)  # numpy's float64 is a float, too
+    is_plain = type(value) in (bool, int, float)  # numpy's float64 subclasses float
     if is_plain or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
 
 
 def from_mapping(cls: type[C], value: C | Mapping[str, Any], name: str) -> C:
-    """An instance of `cls`, or one from a group, a checkpoint or a configuration file."""
+    """Return `value` if it is a `cls`; build one from a dict (group, checkpoint, config file)."""
     if isinstance(value, cls):
         return value
     if not isinstance(value, Mapping):
@@ -562,7 +562,7 @@ def from_mapping(cls: type[C], value: C | Mapping[str, Any], name: str) -> C:
 
 
 def check_lr(value: object) -> float | Tensor:
-    """Return the learning rate: a float, or a one-element tensor that is kept as it is."""
+    """Return the learning rate: a float, or the same one-element tensor."""
     if not isinstance(value, Tensor):
         return check_not_negative("lr", value)
     if value.numel() != 1 or not value.is_floating_point():
@@ -571,19 +571,19 @@ def check_lr(value: object) -> float | Tensor:
             f"got shape {tuple(value.shape)} and {value.dtype}"
         )
     if value.device.type == "cpu":
-        check_not_negative("lr", value.item())  # elsewhere this would wait for the device
+        check_not_negative("lr", value.item())  # free on the CPU; elsewhere a host sync
     return value
 
 
 def check_eps(value: object) -> tuple[float | None, float]:
-    """Return (eps1, eps2); eps1 may be None, which means float32's machine epsilon."""
+    """Return (eps1, eps2); eps1 may be None, for the default of each optimizer."""
     eps1, eps2 = check_pair("eps", value)
     first = None if eps1 is None else check_not_negative("eps[0]", eps1)
     return first, check_not_negative("eps[1]", eps2)
 
 
 def check_beta2_decay(value: object) -> float:
-    """Return the exponent of equation (1), which must not make the weight grow with time."""
+    """Return the exponent of equation (1), which must be finite and not positive."""
     number = check_number("beta2_decay", value)
     if not (math.isfinite(number) and number <= 0.0):
         raise ValueError(f"beta2_decay must be finite and not positive, got {number}")
@@ -591,7 +591,7 @@ def check_beta2_decay(value: object) -> float:
 
 
 def check_momentum(value: object) -> float | FAM | None:
-    """Return a fixed memory in [0, 1), FAM's settings, or None for no momentum."""
+    """Return a fixed beta in [0, 1), FAM's settings, or None for no momentum."""
     if value is None or isinstance(value, FAM):
         return value
     if isinstance(value, Mapping):  # a group, a checkpoint or a configuration file
@@ -604,7 +604,7 @@ def check_momentum(value: object) -> float | FAM | None:
 
 
 def check_bounds(value: object) -> tuple[float, float]:
-    """Return the bounds of equation (1)'s weight: 0 <= low <= high <= 1."""
+    """Return the bounds on kappa of equation (1): 0 <= low <= high <= 1."""
     low, high = (check_number("kappa_bounds", bound) for bound in check_pair("kappa_bounds", value))
     if not 0.0 <= low <= high <= 1.0:
         raise ValueError(f"kappa_bounds must satisfy 0 <= low <= high <= 1, got ({low}, {high})")
@@ -612,10 +612,10 @@ def check_bounds(value: object) -> tuple[float, float]:
 
 
 def check_seed(value: object) -> int:
-    """Return the seed of the rounding noise; None takes torch's own.
+    """Return the seed of the rounding noise; None takes torch's seed.
 
-    Not among several processes: their seeds may differ, and copies of a parameter must be rounded
-    alike on all of them without a message about it.
+    With several processes None takes `SHARED_SEED`: torch's seeds may differ between ranks, but
+    replicas of a parameter must be rounded alike.
     """
     if value is None:
         return SHARED_SEED if is_distributed() else torch.initial_seed()
@@ -623,7 +623,7 @@ def check_seed(value: object) -> int:
 
 
 def is_distributed() -> bool:
-    """Whether this process is one of several, as far as torch knows."""
+    """Whether torch.distributed is initialized, or torchrun has launched this process."""
     from torch import distributed as dist
 
     if not dist.is_available():

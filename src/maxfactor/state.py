@@ -1,11 +1,10 @@
-"""Optimizer state: how a tensor is factored, and what is kept for it.
+"""Optimizer state: how a tensor is factored, and the state tensors that it has.
 
-Keys: `step`, and either `row_var` and `col_var` (a matrix) or `variance` (everything else). With
-momentum also `momentum`, for int8 its `momentum_scale`, for FAM a matrix's `band_sums`; and
-`initial_rms` with scale="initial". All are float32 whatever the parameter's dtype, but for the
-momentum, which has the dtype that was asked for. Factors and scales keep the parameter's number of
-dimensions, with ones where they were averaged, so a shard of the parameter is the same shard of
-its factors.
+Keys: `step`, and `row_var` and `col_var` (a matrix) or `variance` (everything else). With momentum
+`momentum`, with int8 `momentum_scale`, with FAM a matrix's `band_sums`. With scale="initial"
+`initial_rms`. All are float32 for any dtype of the parameter, except `momentum`, which has the
+dtype of the settings. Factors and scales have the parameter's number of dimensions, with size 1
+where they are averaged, so they are sharded along the same dimensions as the parameter.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ MOMENTUM_DTYPES = {"int8": torch.int8, "bf16": torch.bfloat16, "fp32": torch.flo
 
 @dataclass(frozen=True)
 class Factoring:
-    """How a tensor is read as a matrix: (m, n), or (batch, m, n) for a batch of them."""
+    """How a tensor is viewed as a matrix (m, n), or as a batch of matrices (batch, m, n)."""
 
     matrix: Shape
     row: Shape
     col: Shape
-    scale: Shape  # one for each 64 values of a row
-    row_dims: Shape  # the tensor's dimensions that R has, and those that C has
-    col_dims: Shape
+    scale: Shape  # one for each block of 64 values of a row
+    row_dims: Shape  # dimensions of the tensor that R has
+    col_dims: Shape  # dimensions of the tensor that C has
 
     def of_shard(self, shape: Shape) -> Factoring:
-        """The same view of a shard, whose own shape might suggest another."""
+        """The same view of a shard, whose own shape could give another one by `factoring`."""
         if len(self.matrix) > 2:
             return _as_batch(shape)
         return _split_at(shape, len(self.row_dims))
@@ -97,7 +96,7 @@ def _as_batch(shape: Shape) -> Factoring:
 
 
 def blocks_of(n: int) -> int:
-    """How many blocks that share an int8 scale a row of n values has."""
+    """The number of int8 blocks, each with one scale, in a row of n values."""
     return -(-n // BLOCK)
 
 
@@ -121,7 +120,7 @@ def state_shapes(shape: Shape, rule: TensorRule) -> dict[str, Shape]:
 
 
 def state_dtypes(shape: Shape, rule: TensorRule) -> dict[str, torch.dtype]:
-    """The dtype of each state tensor: float32, but for a matrix's momentum."""
+    """The dtype of each state tensor: float32, except for a matrix's momentum."""
     found = dict.fromkeys(state_shapes(shape, rule), torch.float32)
     if "momentum" in found:
         found["momentum"] = MOMENTUM_DTYPES[rule.momentum_dtype]
@@ -129,10 +128,10 @@ def state_dtypes(shape: Shape, rule: TensorRule) -> dict[str, torch.dtype]:
 
 
 def init_state(param: Tensor, rule: TensorRule, *, step_on_device: bool = False) -> State:
-    """Make the state of a parameter before its first step.
+    """Create the state of a parameter before its first step.
 
-    The step counter stays on the CPU, as in torch, where reading it does not stall the device;
-    the fused backend and CUDA graphs count on the device.
+    The step counter is on the CPU, as in torch, where reading it needs no host sync. The fused
+    backend and CUDA graphs count on the device.
     """
     dtypes = state_dtypes(tuple(param.shape), rule)
     state = {
@@ -153,18 +152,18 @@ def _zeros(param: Tensor, key: str, shape: Shape, dtype: torch.dtype, rule: Tens
 
 
 def shared_dims(param: Tensor, key: str, rule: TensorRule) -> Shape:
-    """The dimensions along which a shard of the parameter is a shard of its state tensor."""
+    """The dimensions along which a state tensor is sharded as its parameter."""
     layout = factoring(tuple(param.shape), rule.factor)
     if layout is None or key in ("variance", "momentum"):
         return tuple(range(param.dim())) if key in ("variance", "momentum") else ()
-    # Rows are cut between blocks of 64 values or not at all, so blocks are cut as columns are.
+    # Rows are sharded only between blocks of 64 values, so scales are sharded as columns are.
     of_scale = (*layout.row_dims, layout.col_dims[0])
     dims = {"row_var": layout.row_dims, "col_var": layout.col_dims, "momentum_scale": of_scale}
     return dims.get(key, ())
 
 
 def shard_shape(param: Tensor, key: str, shape: Shape, rule: TensorRule) -> Shape:
-    """The shape that this rank holds of a state tensor."""
+    """The local shape of a state tensor."""
     layout, part = factoring(tuple(param.shape), rule.factor), tuple(local(param).shape)
     if key in ("variance", "momentum"):
         return part

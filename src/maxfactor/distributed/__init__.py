@@ -1,1 +1,1 @@
-"""Several processes: what a rank holds, sums and maxima over ranks, whole matrices."""
+"""Several processes: local shards, reductions over ranks, and the exchange of whole matrices."""

@@ -1,4 +1,4 @@
-"""Gradients of sharded parameters, placed as the parameters are."""
+"""Gradients of sharded parameters, redistributed to the placements of the parameters."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def local_gradients(inputs: Sequence[StepInput]) -> list[Tensor]:
-    """What this rank has of each gradient, placed as its parameter.
+    """The local shard of each gradient, with the placements of its parameter.
 
-    Sums that nobody has taken yet, of sequence-parallel layers, are taken together.
+    Pending sums of Partial gradients (sequence-parallel layers) share one all-reduce per group.
     """
     reductions = []
     for each in inputs:
@@ -33,7 +33,7 @@ def local_gradients(inputs: Sequence[StepInput]) -> list[Tensor]:
 
 
 def groups_to_sum(each: StepInput) -> list[ProcessGroup]:
-    """The groups over which a gradient is still to be summed, if nothing else is to be done."""
+    """The groups of a gradient's pending sums; none if it must be redistributed otherwise."""
     grad, param = each.grad, each.param
     if not is_sharded(grad) or not is_sharded(param) or grad.device_mesh != param.device_mesh:
         return []
@@ -44,7 +44,7 @@ def groups_to_sum(each: StepInput) -> list[ProcessGroup]:
 
 
 def is_pending_sum(have: Placement, want: Placement) -> bool:
-    """Whether parts of a sum over a mesh dimension are to become copies of it."""
+    """Whether a Partial sum over a mesh dimension must become a Replicate."""
     return want.is_replicate() and getattr(have, "reduce_op", None) == "sum"
 
 
@@ -54,7 +54,7 @@ def all_zero(inputs: Sequence[StepInput]) -> bool:
     groups = process_groups(each.param for each in inputs)
     groups += {g: None for each in inputs for g in groups_to_sum(each) if g not in groups}
     (found,) = reduce_all([Reduction(largest, groups, is_sum=False)], groups)
-    # Asked for only before the first step, and with a learning rate of 0.
+    # Waits for the device; called only before the first step, and only if lr is 0.
     return not any(found.tolist())
 
 

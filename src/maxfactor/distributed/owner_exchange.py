@@ -1,12 +1,11 @@
-"""Whole matrices from shards: each goes to one rank, is orthogonalised there, and comes back.
+"""Orthogonalises sharded matrices: each is gathered on its owner rank and scattered back.
 
-A matrix that is cut over one process group costs two messages, one to its owner and one back, and
-all matrices travel in the same two. Where it is cut over several groups it travels through one
-after the other, so there are two messages for each group. Every rank computes the whole plan from
-global shapes, and so knows what it will get without being told.
+There are two all-to-alls for each process group that shards a matrix, one to the owners and one
+back, for all matrices together. A matrix that several groups shard is gathered over one group after
+the other. Every rank computes the whole plan from global shapes, so no sizes are sent.
 
-Owners are chosen so that all ranks have about the same work. Copies (HSDP, or a dimension of
-tensor parallelism that does not cut a matrix) deal among themselves and get the same bits.
+Matrices are assigned to owner ranks so that the cost is balanced. Replicas (HSDP, or a mesh
+dimension that does not shard a matrix) assign owners among themselves and get the same bits.
 """
 
 from __future__ import annotations
@@ -32,44 +31,44 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
-BATCH = 1 << 24  # elements that are orthogonalised in one call
-WIRE = {"cuda": torch.bfloat16}  # what travels, where the iteration itself runs in it
+BATCH = 1 << 24  # most elements that are orthogonalised in one call
+WIRE = {"cuda": torch.bfloat16}  # dtype of messages; on CUDA the iteration runs in bfloat16
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One way in which a tensor was cut: its parts along `dim`, one for each rank of a group."""
+    """A sharded dimension of a tensor: the sizes of the shards along `dim`, one for each rank."""
 
     group: ProcessGroup
     dim: int
     sizes: Shape
-    rank: int  # this one
+    rank: int  # of this process in the group
 
 
 class Travelling:
-    """What this rank has of a matrix on its way to its owner, and back.
+    """The part of a matrix on this rank, on its way to the owner and back.
 
-    `value` is None before there is one, and while the tensor is with other ranks.
+    `value` is None until it is set, and while other ranks hold the matrix.
     """
 
     def __init__(self, param: Tensor, layout: Factoring) -> None:
         self.value: Tensor | None = None
         self.shape, self.layout, self.device = tuple(param.shape), layout, param.device
         self.cuts = cuts_of(param)
-        self.owner: Shape = ()  # its rank in the group of each cut
-        self.shapes = [tuple(local(param).shape)]  # before a cut is undone, and after it
+        self.owner: Shape = ()  # the owner's rank in the group of each cut
+        self.shapes = [tuple(local(param).shape)]  # local, and after each cut is undone
         for cut in self.cuts:
             self.shapes.append(resized(self.shapes[-1], cut.dim, sum(cut.sizes)))
         self.undone = 0
 
     @property
     def groups(self) -> tuple[ProcessGroup, ...]:
-        """Over which it is cut."""
+        """The process groups that shard it."""
         return tuple(cut.group for cut in self.cuts)
 
     @property
     def cost(self) -> int:
-        """Of a product of the matrix with itself, for each matrix of a batch."""
+        """Multiplications of X Xᵀ, over all matrices of a batch."""
         *_, m, n = self.layout.matrix
         return math.prod(self.shape) * min(m, n)
 
@@ -83,13 +82,13 @@ class Travelling:
         return self.undone < len(self.cuts) and self.cuts[self.undone].group is group
 
     def is_here(self, step: int) -> bool:
-        """Whether this rank takes part in undoing a cut: after the others it is the owner's."""
+        """Whether this rank takes part in undoing cut `step`: it owns all earlier cuts."""
         before = zip(self.cuts[:step], self.owner[:step], strict=True)
         return all(cut.rank == owner for cut, owner in before)
 
 
 def orthogonalize_(parts: Sequence[Travelling], orthogonal: Callable[[Tensor], Tensor]) -> None:
-    """Replace each matrix by `orthogonal` of the whole one, cut as it was."""
+    """Replace each part by its shard of `orthogonal` of the whole matrix."""
     assign_owners(parts)
     journey = gather(parts)
     here = [part for part in parts if part.value is not None]
@@ -103,9 +102,9 @@ def orthogonalize_(parts: Sequence[Travelling], orthogonal: Callable[[Tensor], T
 
 
 def batches(parts: Sequence[Travelling]) -> list[list[Travelling]]:
-    """Matrices of one shape together, as far as a batch goes.
+    """Batch matrices of one shape, up to `BATCH` elements.
 
-    Only those that are cut alike: copies on other ranks get the same bits from the same batch.
+    Only those that the same groups shard: replicas have the same batches and get the same bits.
     """
     alike: dict[object, list[list[Travelling]]] = defaultdict(list)
     for part in parts:
@@ -121,11 +120,11 @@ def batches(parts: Sequence[Travelling]) -> list[list[Travelling]]:
 
 
 def cuts_of(param: Tensor) -> list[Cut]:
-    """The cuts of a tensor in the order in which they can be undone."""
+    """The cuts of a tensor, in the order in which to undo them."""
     if not is_sharded(param):
         return []
     mesh, shape, found = param.device_mesh, list(param.shape), list[Cut]()
-    # FSDP cuts what tensor parallelism has cut before, though its mesh dimension comes first.
+    # FSDP shards the shards of tensor parallelism, though its mesh dimension comes first.
     made = sorted(shards_of(param), key=lambda each: is_strided(param.placements[each[0]]))
     for i, dim in made:
         sizes, rank = chunk_sizes(shape[dim], mesh.size(i)), mesh.get_local_rank(i)
@@ -138,13 +137,13 @@ def cuts_of(param: Tensor) -> list[Cut]:
             f"{own} where {tuple(shape)} was expected; shard it with "
             "fully_shard or distribute_tensor"
         )
-    if len({cut.dim for cut in found}) == len(found):  # in any order: in that of the mesh
+    if len({cut.dim for cut in found}) == len(found):  # distinct dimensions: any order will do
         return found
     return found[::-1]
 
 
 def chunk_sizes(length: int, ranks: int) -> Shape:
-    """How torch cuts a dimension: all parts alike but the last ones, which may be empty.
+    """How torch shards a dimension: equal sizes, but the last ones may be smaller or 0.
 
     Example:
         >>> chunk_sizes(7, 3)
@@ -157,12 +156,12 @@ def chunk_sizes(length: int, ranks: int) -> Shape:
 
 
 def resized(shape: Shape, dim: int, size: int) -> Shape:
-    """The shape with another size of one dimension."""
+    """The shape with one dimension replaced."""
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def assign_owners(parts: Sequence[Travelling]) -> None:
-    """Choose the owner of each matrix, by its rank in the group of each cut."""
+    """Assign an owner to each matrix, as its rank in the group of each cut."""
     alike: dict[tuple[ProcessGroup, ...], list[Travelling]] = defaultdict(list)
     for part in parts:
         alike[part.groups].append(part)
@@ -175,13 +174,13 @@ def assign_owners(parts: Sequence[Travelling]) -> None:
 
 @lru_cache(maxsize=64)
 def balanced(costs: tuple[int, ...], ranks: int) -> Shape:
-    """A rank for each cost: the dearest first, each to the rank that has least to do.
+    """A rank for each cost: the largest cost first, to the rank with the smallest load.
 
     Example:
         >>> balanced((4, 9, 5, 1), 2)
         (1, 0, 1, 0)
     """
-    load = [(0, rank) for rank in range(ranks)]  # a heap already
+    load = [(0, rank) for rank in range(ranks)]  # is a heap
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
         busy, owners[index] = load[0]
@@ -190,7 +189,7 @@ def balanced(costs: tuple[int, ...], ranks: int) -> Shape:
 
 
 def coordinates(index: int, counts: Sequence[int]) -> Shape:
-    """The place of a flat index in a grid."""
+    """Unravel a flat index in a grid."""
     found = []
     for count in reversed(counts):
         index, last = divmod(index, count)
@@ -202,7 +201,7 @@ def coordinates(index: int, counts: Sequence[int]) -> Shape:
 
 
 def gather(parts: Sequence[Travelling]) -> list[tuple[ProcessGroup, list[Travelling], list[int]]]:
-    """Send every part to its owner; return what went by which group, and as which cut of each."""
+    """Gather every matrix on its owner; return (group, parts, cut indices) of each exchange."""
     groups = list(dict.fromkeys(group for part in parts for group in part.groups))
     journey = []
     while any(part.undone < len(part.cuts) for part in parts):
@@ -216,7 +215,7 @@ def gather(parts: Sequence[Travelling]) -> list[tuple[ProcessGroup, list[Travell
 
 
 def send_on(parts: Sequence[Travelling], steps: Sequence[int], group: ProcessGroup) -> None:
-    """Undo a cut of each: its owner in the group gets all parts."""
+    """Undo one cut of each matrix: the owner in the group gets all shards."""
     ranks = len(parts[0].cuts[steps[0]].sizes)
     leaving: list[list[Tensor]] = [[] for _ in range(ranks)]
     coming: list[list[Shape]] = [[] for _ in range(ranks)]
@@ -238,7 +237,7 @@ def send_on(parts: Sequence[Travelling], steps: Sequence[int], group: ProcessGro
 
 
 def send_back(parts: Sequence[Travelling], steps: Sequence[int], group: ProcessGroup) -> None:
-    """Cut again what `send_on` put together."""
+    """Undo `send_on`: scatter the matrices back to shards."""
     ranks = len(parts[0].cuts[steps[0]].sizes)
     leaving: list[list[Tensor]] = [[] for _ in range(ranks)]
     coming: list[list[Shape]] = [[] for _ in range(ranks)]
@@ -264,11 +263,11 @@ def exchanged(
     group: ProcessGroup,
     device: torch.device,
 ) -> list[list[Tensor]]:
-    """One message: the tensors for each rank, and those from each rank, whose shapes are known."""
+    """One all-to-all: sends tensors to each rank; returns those from each rank by their shapes."""
     import torch.distributed as dist
 
     dtype = WIRE.get(device.type, torch.float32)
-    nothing = torch.empty(0, dtype=dtype, device=device)  # a rank may have none to send
+    nothing = torch.empty(0, dtype=dtype, device=device)  # torch.cat needs a tensor
     packed = torch.cat([nothing, *(x.reshape(-1).to(dtype) for each in leaving for x in each)])
     sent = [sum(x.numel() for x in to_rank) for to_rank in leaving]
     counts = [[math.prod(shape) for shape in from_rank] for from_rank in coming]

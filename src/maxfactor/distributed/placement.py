@@ -1,6 +1,6 @@
-"""Sharded tensors: what a DTensor holds on this rank, and how to make one from local parts.
+"""Sharded tensors: the local shard of a DTensor, and DTensors from local shards.
 
-torch.distributed is imported only where a DTensor is at hand, and then it is loaded already.
+torch.distributed is imported only for DTensors, so it is already loaded then.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Shape = tuple[int, ...]
 
 
 def is_sharded(x: object) -> TypeGuard[DTensor]:
-    """Whether `x` is a DTensor, however it is placed."""
+    """Whether `x` is a DTensor, with any placements."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
 def local(x: Tensor) -> Tensor:
-    """What this rank holds of `x`; the storage is shared."""
+    """The local shard of `x`, which shares its storage."""
     if not is_sharded(x):
         return x
     with torch.no_grad():
@@ -36,36 +36,36 @@ def local(x: Tensor) -> Tensor:
 
 
 def local_tensor(x: Tensor) -> Tensor:
-    """`local` without a view of its own, for what runs over every tensor in every step."""
+    """Like `local`, but creates no view: faster, for loops over all tensors in every step."""
     return getattr(x, "_local_tensor", x)
 
 
 def local_as(x: Tensor, like: Tensor) -> Tensor:
-    """What this rank holds of a gradient once it is placed as `like`, its parameter."""
+    """The local shard of a gradient, redistributed to the placements of its parameter `like`."""
     found = local_tensor(x)
-    if found is x:  # no DTensor, and neither is its parameter
+    if found is x:  # neither it nor its parameter is a DTensor
         return x
     assert is_sharded(x)
     assert is_sharded(like)
     if x.placements != like.placements or x.device_mesh != like.device_mesh:
         found = local_tensor(moved(x, like))
-    # The result of a collective that is still under way has no address yet.
+    # The result of a pending collective has no address yet.
     return found if type(found) is Tensor or not hasattr(found, "wait") else found.wait()
 
 
 def sharded_dim(placement: Placement) -> int | None:
-    """The dimension that a placement cuts; None for a copy."""
-    # Strided shards (FSDP over tensor parallel) are no subclass of Shard, but have its dimension.
+    """The tensor dimension that a placement shards; None if it shards none."""
+    # Strided shards (FSDP over tensor parallel) do not subclass Shard, but have a `dim` too.
     return getattr(placement, "dim", None)
 
 
 def is_strided(placement: Placement) -> bool:
-    """Whether a cut was made after those of later mesh dimensions, as FSDP cuts over TP."""
+    """Whether this shards what later mesh dimensions have sharded before, as FSDP over TP does."""
     return getattr(placement, "split_factor", None) is not None
 
 
 def shards_of(x: Tensor) -> list[tuple[int, int]]:
-    """(mesh dimension, tensor dimension) for each way in which `x` is cut."""
+    """(mesh dimension, tensor dimension) for each mesh dimension that shards `x`."""
     if not is_sharded(x):
         return []
     dims = [sharded_dim(placement) for placement in x.placements]
@@ -73,14 +73,14 @@ def shards_of(x: Tensor) -> list[tuple[int, int]]:
 
 
 def kept_on(placements: Sequence[Placement], dims: Sequence[int]) -> tuple[Placement, ...]:
-    """The placements of a tensor that has only `dims` of a parameter's: the rest is replicated."""
+    """The placements of a state tensor: shards of `dims` as its parameter, the rest Replicate."""
     from torch.distributed.tensor import Replicate
 
     return tuple(p if sharded_dim(p) in dims else Replicate() for p in placements)
 
 
 def from_local(part: Tensor, mesh: DeviceMesh, placements: Any, shape: Shape) -> Tensor:
-    """A DTensor of the global `shape` from what this rank holds; nothing is sent."""
+    """A DTensor of the global `shape` from the local shard, without communication."""
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()
@@ -90,7 +90,7 @@ def from_local(part: Tensor, mesh: DeviceMesh, placements: Any, shape: Shape) ->
 
 
 def moved(x: Tensor, like: Tensor) -> Tensor:
-    """`x` placed as `like`; a plain tensor is taken for the whole of it, the same on all ranks."""
+    """`x` with the placements of `like`. A plain tensor must be whole and the same on all ranks."""
     if not is_sharded(like):
         return x.full_tensor() if is_sharded(x) else x
     if not is_sharded(x):
@@ -104,7 +104,7 @@ def moved(x: Tensor, like: Tensor) -> Tensor:
 
 
 def positions(x: Tensor) -> Tensor:
-    """The position of each local element in the whole tensor, as int64 in the local shape."""
+    """The flat position of each local element in the whole tensor: int64, in the local shape."""
     found = torch.zeros((), dtype=torch.int64, device=x.device)
     stride = 1
     for dim in reversed(range(x.dim())):
@@ -115,14 +115,14 @@ def positions(x: Tensor) -> Tensor:
 
 
 def first_index(x: Tensor) -> Shape:
-    """The index in the whole tensor of the first element that this rank holds; 0 without one."""
+    """The global index of this rank's first element; 0 along an empty dimension."""
     found = [_local_index(x, dim)[:1] for dim in range(x.dim())]
-    # Asked for when a plan is made, not in every step.
+    # Waits for the device; called when a plan is made, not in every step.
     return tuple(sum(index.tolist()) for index in found)
 
 
 def _local_index(x: Tensor, dim: int) -> Tensor:
-    """Which entries of a dimension this rank holds."""
+    """The global indices of this rank along one dimension."""
     index = torch.arange(x.shape[dim], device=x.device)
     if not is_sharded(x):
         return index
@@ -131,11 +131,11 @@ def _local_index(x: Tensor, dim: int) -> Tensor:
     copies = [Replicate()] * x.device_mesh.ndim
     cuts = [_as_first(p) if sharded_dim(p) == dim else Replicate() for p in x.placements]
     whole = DTensor.from_local(index, x.device_mesh, copies, run_check=False)
-    return local(whole.redistribute(placements=cuts))  # each rank takes its own: nothing is sent
+    return local(whole.redistribute(placements=cuts))  # needs no communication
 
 
 def _as_first(placement: Placement) -> Placement:
-    """The same cut of a tensor that has only this dimension."""
+    """The same placement for a tensor that has only this dimension."""
     from torch.distributed.tensor import Shard
 
     factor = getattr(placement, "split_factor", None)

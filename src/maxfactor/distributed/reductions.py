@@ -1,8 +1,8 @@
-"""Sums and maxima over ranks: one all-reduce for each process group, however many values there are.
+"""Sums and maxima over ranks: one all-reduce per process group for any number of values.
 
 Every rank packs the same values in the same order. A rank with an empty shard packs zeros, which
-change neither a sum nor the largest of values that are not negative. For one process there are no
-groups, and every value comes back as it was.
+change neither a sum nor a maximum of nonnegative values. In one process there are no groups, and
+the values are returned unchanged.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A float32 tensor that is summed, or maximised, over process groups.
+    """A float32 tensor to be summed, or maximised, over process groups.
 
-    A value that is maximised must not be negative.
+    Values to be maximised must be nonnegative.
     """
 
     value: Tensor
@@ -34,7 +34,7 @@ class Reduction:
 
 
 def reduce_all(reductions: Sequence[Reduction], groups: Sequence[ProcessGroup]) -> list[Tensor]:
-    """The values over all ranks, by at most one all-reduce for each of `groups`, in their order."""
+    """Return the reduced values; at most one all-reduce for each of `groups`, in their order."""
     values = [each.value for each in reductions]
     for group in groups:
         chosen = [i for i, each in enumerate(reductions) if group in each.groups]
@@ -48,7 +48,7 @@ def reduce_all(reductions: Sequence[Reduction], groups: Sequence[ProcessGroup]) 
 
 
 def groups_over(param: Tensor, dims: Iterable[int]) -> list[ProcessGroup]:
-    """The groups whose ranks hold different parts of the given dimensions."""
+    """The process groups that shard the given dimensions."""
     if not is_sharded(param):
         return []
     wanted = set(dims)
@@ -56,7 +56,7 @@ def groups_over(param: Tensor, dims: Iterable[int]) -> list[ProcessGroup]:
 
 
 def process_groups(params: Iterable[Tensor]) -> list[ProcessGroup]:
-    """The groups over which any parameter is cut, in the same order on every rank."""
+    """The process groups that shard any parameter, in the same order on every rank."""
     found: dict[ProcessGroup, None] = {}
     for param in params:
         found.update(dict.fromkeys(groups_over(param, range(param.dim()))))
@@ -71,11 +71,11 @@ def _all_reduce(parts: list[Tensor], is_sum: list[bool], group: ProcessGroup) ->
         packed = torch.cat(parts)
         dist.all_reduce(packed, dist.ReduceOp.SUM, group=group)
         return list(packed.split([len(part) for part in parts]))
-    # Sums among maxima: each rank has a slot of its own for its part, and adds up all slots.
+    # Sums by a MAX reduction: each rank fills its own slot, and adds up all slots afterwards.
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     slots = [_slot(p, rank, ranks) if s else p for p, s in zip(parts, is_sum, strict=True)]
     packed = torch.cat([slot.reshape(-1) for slot in slots])
-    packed = torch.where(packed.isnan(), torch.inf, packed)  # a maximum may drop a NaN
+    packed = torch.where(packed.isnan(), torch.inf, packed)  # MAX may drop a NaN
     dist.all_reduce(packed, dist.ReduceOp.MAX, group=group)
     packed = torch.where(packed == torch.inf, torch.nan, packed)
     whole = packed.split([slot.numel() for slot in slots])
