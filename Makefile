@@ -5,7 +5,7 @@ JOBS ?= 2
 
 # What `make check` runs of the tests: the rule, settings, checkpoints and the shape of the source.
 CORE := $(addprefix tests/test_,adafactor.py bad_input.py checkpoint.py defects.py description.py \
-	groups.py rounding.py rule.py schedule.py structure.py torch_contract.py)
+	groups.py rounding.py rule.py schedule.py settings.py structure.py torch_contract.py)
 
 .PHONY: check test demo test-gpu lint install clean
 
