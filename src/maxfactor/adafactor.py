@@ -1,4 +1,4 @@
-"""Adafactor on MaxFactor's machinery.
+"""Adafactor, with the backends and the state of MaxFactor.
 
 References:
     Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018.
@@ -32,28 +32,29 @@ class Adafactor(FactoredOptimizer):
         lr: None: lr_t = min(1e-2, 1/sqrt(t)) * max(eps2, RMS(W)). A float or 0-dim tensor:
             lr_t = lr, unless `relative_step`.
         beta2_decay: Exponent of k, not positive.
-        eps: (eps1, eps2): added to the squared gradient, and the smallest RMS(W) that counts.
-            eps1 = None, torch's default, means 1e-30: torch takes it for a floor, not for a sum.
+        eps: (eps1, eps2): added to the squared gradient, and the smallest RMS(W).
+            eps1 = None, torch's default, means 1e-30. In torch it is a floor, not a summand.
         clip_threshold: Bound on RMS(u).
-        weight_decay: Decay of W in each step, as a share of lr_t.
-        maximize: Go up instead of down.
+        weight_decay: Decay of W in each step, scaled by lr_t, or by `lr` if that is given.
+        maximize: Maximize the loss instead of minimizing it.
         factor: "auto" or "last", as in `Switches`.
         relative_step: True makes `lr` what torch.optim.Adafactor means by it:
             lr_t = min(lr, 1/sqrt(t)) * max(eps2, RMS(W)), and decay by lr * weight_decay.
             None: True without an lr, False with one.
         rounding: How 16-bit parameters are written: "stochastic" keeps small updates and decay on
             average, "nearest" loses them. None: stochastic for bfloat16, nearest for float16.
-        seed: Seed of the stochastic rounding. None takes torch's seed, but 0 in a process group,
-            where all ranks must round alike and torch's seeds may differ.
-        foreach: True runs torch operations over batches of all tensors of one shape. None or
-            False batches only small tensors on the CPU. Sharded parameters (DTensors) refuse it.
-        fused: True runs the Triton kernels, False torch operations. None takes the kernels on CUDA
-            if Triton is there and can run the step.
+        seed: Seed of the stochastic rounding. None takes torch's seed, or 0 with several processes,
+            as all ranks must round alike, and their torch seeds may differ.
+        foreach: True runs torch operations on batches of tensors of one shape. With None or False
+            large matrices without momentum are not batched on the CPU. Sharded parameters
+            (DTensors) refuse True.
+        fused: True runs the Triton kernels, False torch operations. None runs the kernels on CUDA
+            if Triton is installed and supports the step.
         capturable: True counts steps on the device, for CUDA graphs. A replay skips and counts
-            as a step does, but cannot raise: call `check_skipped` now and then.
-        nonfinite: What a NaN or infinity in any gradient does to the step. "skip": nothing is
-            changed, `optimizer.skipped` counts it, and 20 in a row are an error. "raise": nothing
-            is changed, and an error names the parameters. "ignore": no check.
+            steps, but cannot raise: call `check_skipped` now and then.
+        nonfinite: What happens if any gradient has a NaN or infinity. "skip": the step is skipped,
+            `optimizer.skipped` counts it, and 20 in a row raise an error. "raise": the step is
+            skipped, and an error names the parameters. "ignore": no check.
 
     Example:
         >>> import torch, maxfactor

@@ -1,4 +1,4 @@
-"""What an optimizer holds, as rows and as a table: groups, settings, bytes of state."""
+"""Describes an optimizer in a table: groups, settings, bytes of state."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from maxfactor.settings import GroupRules, TensorRule
     from maxfactor.state import Shape
 
-EXAMPLES = 3  # parameters that a row names
+EXAMPLES = 3  # most parameters that a row names
 
 HEADER = (
     "group", "tensors", "parameters", "state bytes", "B/param", "lr", "decay", "direction",
     "momentum", "example",
 )  # fmt: skip
-NUMBERS = 7  # columns, the first aside, that are aligned to the right
+NUMBERS = 7  # columns before this one, except the first, are right-aligned
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Row:
     """One parameter group, or all of them together.
 
     Attributes:
-        group: Its kind, or its number where it has none.
-        tensors: How many parameters it holds.
-        parameters: How many values they have, of a sharded one those of all shards.
-        state_bytes: What their state takes once each has stepped.
-        lr: The learning rate, None for Adafactor's own.
+        group: Its kind, or its index if it has none.
+        tensors: Number of tensors.
+        parameters: Number of elements, over all shards.
+        state_bytes: Bytes of state once each tensor has stepped, over all shards.
+        lr: The learning rate; None for Adafactor's own.
         weight_decay: The weight decay.
-        direction: What (9) moves along.
-        momentum: The memory and how it is stored, "none" without one.
+        direction: "sign_max", "factored" or "orthogonal".
+        momentum: Beta or FAM, and the dtype of the momentum; "none" without momentum.
         examples: Some names and shapes.
     """
 
@@ -53,7 +53,7 @@ class Row:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """State bytes for each value that is trained."""
+        """Bytes of state per element."""
         return self.state_bytes / self.parameters if self.parameters else 0.0
 
     def cells(self) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ class Row:
 
 
 class Description(list[Row]):
-    """The rows of an optimizer's groups, which print as a table with their total."""
+    """One row for each group of an optimizer; prints as a table with a total."""
 
     @property
     def total(self) -> Row:
@@ -91,7 +91,7 @@ class Description(list[Row]):
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join(_line(cells, widths) for cells in lines)
 
-    __repr__ = __str__  # what a notebook and the prompt show
+    __repr__ = __str__  # for notebooks and the prompt
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
@@ -105,16 +105,16 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 def describe_group(
     label: str, named: Sequence[tuple[str, Tensor]], rules: GroupRules, lr: float | Tensor | None
 ) -> Row:
-    """Describe a group from shapes and settings alone, so before its first step too."""
+    """Describe a group from shapes and settings alone, so also before its first step."""
     shapes = [tuple(param.shape) for _, param in named]
-    # Of the matrices, where a group has matrices and vectors.
+    # For a group of matrices and vectors, the rule of the matrices.
     rule = rules.vector if all(len(shape) < 2 for shape in shapes) else rules.matrix
     return Row(
         group=label,
         tensors=len(named),
         parameters=sum(math.prod(shape) for shape in shapes),
         state_bytes=sum(state_bytes(shape, rules.of(shape)) for shape in shapes),
-        # Waits for the device where lr is a tensor there; this is asked for by the user.
+        # A host sync if lr is a tensor on the device; only the user calls this.
         lr=None if lr is None else float(lr),
         weight_decay=rule.weight_decay,
         direction=_direction(rule),
@@ -138,7 +138,7 @@ def _direction(rule: TensorRule) -> str:
 
 
 def _momentum(rule: TensorRule) -> str:
-    """The memory, and how it is stored."""
+    """Beta or FAM, and the dtype of the momentum."""
     if not rule.has_momentum:
         return "none"
     memory = f"{rule.beta:g}"

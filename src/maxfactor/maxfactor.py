@@ -1,4 +1,4 @@
-"""MaxFactor: its arguments. `optimizer.py` has the step, `rule/` the arithmetic."""
+"""MaxFactor and its arguments. The step is in `optimizer.py`, the arithmetic in `rule/`."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class MaxFactor(FactoredOptimizer):
         (8)  s = max(1, RMS(U) / d)
         (9)  W <- W - alpha / s * sign(U) * (row maximum of |U|)
 
-    A vector is one row, with the variance (5') v <- gamma * v + (1 - gamma) * G^2 in place of (5).
-    State: m + n floats and one step for a matrix, n floats and one step for a vector.
+    A vector is one row, with the variance (5') v <- gamma * v + (1 - gamma) * G^2 instead of (5).
+    State: m + n floats and a step counter for a matrix, n floats and a counter for a vector.
 
     With `momentum`, V = R C / mean R (v for a vector), V >= eps1^2, and
 
@@ -54,14 +54,14 @@ class MaxFactor(FactoredOptimizer):
         (12) M <- stored(beta * M + (1 - beta) * x)     c <- beta * c + 1 - beta
         (13) y = (1 - mu) * M / c + mu * x         mu = FAM's mix, 1 - beta with nesterov, or 0
 
-    and y takes the place of G / sqrt(V) in (7). Other directions in place of (7) to (9):
+    and y replaces G / sqrt(V) in (7). Other directions replace (7) to (9):
 
     .. code-block:: text
 
         factored:    u = y, or G / sqrt(V) without momentum,
                      W <- W - alpha * u / max(1, RMS(u) / d)
         orthogonal:  V = mean R in (10), O = orthogonalised y / sqrt(R C) with RMS 1,
-                     W <- W - alpha * O; vectors stay with (9)
+                     W <- W - alpha * O; vectors move by (9)
 
     Args:
         params: Parameters, named parameters or groups, as for any torch optimizer.
@@ -69,35 +69,36 @@ class MaxFactor(FactoredOptimizer):
         beta2_decay: Exponent of (1), not positive.
         eps: (eps1, eps2): the floor of variances and divisors, and the smallest RMS(W) in (3).
             eps1 = None means float32's machine epsilon.
-        d: Bound on RMS(U) in (8), without effect from 1 on, and on RMS(y) with direction
-            "factored"; `math.inf` sets none, which with momentum saves the fused step a pass.
+        d: Bound on RMS(U) in (8), where d >= 1 has no effect, and on RMS(u) with direction
+            "factored". `math.inf` is no bound; with momentum it saves the fused step a pass.
         weight_decay: Decay of (4), decoupled from the gradient.
-        gamma: Memory of the variance of vectors and scalars.
-        maximize: Go up instead of down.
-        momentum: None; a number in [0, 1), the memory beta of (12); or `FAM(...)`, which sets it
-            for each tensor by how predictable the gradient is.
-        nesterov: True looks ahead by mu = 1 - beta in (13), with a number as momentum.
+        gamma: Decay rate of the variance of vectors and scalars in (5').
+        maximize: Maximize the loss instead of minimizing it.
+        momentum: None; beta of (12), a number in [0, 1); or `FAM(...)`, which adapts beta for each
+            tensor to how predictable its gradient is.
+        nesterov: True sets mu = 1 - beta in (13). It needs a number as momentum.
         momentum_dtype: How a matrix's M is stored: "int8", one byte and a scale for 64 values;
             "bf16"; "fp32". None: int8. Vectors and scalars keep float32.
         direction: "sign_max" for (9), or "factored" or "orthogonal" as above. Orthogonal is for
             hidden matrices; give embeddings, heads and convolution stems a group of their own.
         scale: What (3) scales by: "current" for RMS(W), "initial" for the RMS that each parameter
-            had before its first step, with which a weight cannot feed its own growth; one that
-            was zero then is scaled by its present RMS.
+            had before its first step, so that growing weights do not get larger steps. A parameter
+            that was zero then is scaled by its present RMS.
         rounding: How 16-bit parameters are written: "stochastic" keeps small updates and decay on
             average, "nearest" loses them. None: stochastic for bfloat16, nearest for float16.
-        seed: Seed of the stochastic rounding. None takes torch's seed, but 0 in a process group,
-            where all ranks must round alike and torch's seeds may differ.
-        foreach: True runs torch operations over batches of all tensors of one shape. None or
-            False batches only small tensors on the CPU. Sharded parameters (DTensors) refuse it.
-        fused: True runs the Triton kernels, False torch operations. None takes the kernels on CUDA
-            if Triton is there and can run the step.
+        seed: Seed of the stochastic rounding. None takes torch's seed, or 0 with several processes,
+            as all ranks must round alike, and their torch seeds may differ.
+        foreach: True runs torch operations on batches of tensors of one shape. With None or False
+            large matrices without momentum are not batched on the CPU. Sharded parameters
+            (DTensors) refuse True.
+        fused: True runs the Triton kernels, False torch operations. None runs the kernels on CUDA
+            if Triton is installed and supports the step.
         capturable: True counts steps on the device, for CUDA graphs. A replay skips and counts
-            as a step does, but cannot raise: call `check_skipped` now and then.
-        nonfinite: What a NaN or infinity in any gradient does to the step. "skip": nothing is
-            changed, `optimizer.skipped` counts it, and 20 in a row are an error. "raise": nothing
-            is changed, and an error names the parameters. "ignore": no check.
-        switches: What the published versions do differently, see `Switches`; a dict will do.
+            steps, but cannot raise: call `check_skipped` now and then.
+        nonfinite: What happens if any gradient has a NaN or infinity. "skip": the step is skipped,
+            `optimizer.skipped` counts it, and 20 in a row raise an error. "raise": the step is
+            skipped, and an error names the parameters. "ignore": no check.
+        switches: Differences of the published versions, as `Switches` or a dict.
 
     Example:
         >>> import torch, maxfactor
@@ -163,10 +164,10 @@ class MaxFactor(FactoredOptimizer):
         super().__init__(params, defaults)
 
     def spectrum(self) -> dict[str, Spectrum]:
-        """What FAM knows of each matrix that has stepped with it, by the parameter's name.
+        """FAM's statistics of each matrix, by the parameter's name.
 
-        Small tensors with one value for each band: the coherence `rho`, the memory `beta` of the
-        next step, the `power` of the input. Nothing waits for the device until one is read.
+        Each has one value per band: the coherence `rho`, the `beta` of the next step, and the
+        `power` of the input. They are tensors on the device; only reading them waits for it.
 
         Example:
             >>> import torch, maxfactor

@@ -1,7 +1,7 @@
-"""One call for a model: its parameters in groups, by the layers that own them.
+"""`for_model`: sorts the parameters of a model into groups by the layers that own them.
 
-The kind of a parameter comes from the types of the modules that hold it and from shapes, so it
-does not matter how a model calls its layers, on which device it lies, or whether it is sharded.
+The kind of a parameter depends on the types of the modules that own it and on shapes. It does not
+depend on the names of layers, on the device, or on sharding.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
-# Where a layer type keeps the width of the activations that it takes in, or puts out.
+# The attribute of each layer type with the width of its input; of embeddings, the output.
 INPUT_WIDTHS = (
     (nn.Linear, "in_features"),
     (_ConvNd, "in_channels"),
@@ -38,7 +38,7 @@ INPUT_WIDTHS = (
     (EMBEDDINGS, "embedding_dim"),
 )
 
-# A tied weight has several owners; the first of these that one of them gives is its kind.
+# A tied weight has several owners. Its kind is the first of these among those of its owners.
 PRECEDENCE = ("embedding", "head", "conv", "hidden", "vector")
 
 
@@ -58,25 +58,25 @@ def for_model(
         head       the output projection to the vocabulary, if it is not tied
         vector     norms, biases, scalars: without weight decay
 
-    A head is what the model itself names (`get_output_embeddings()` of transformers), and any
-    linear layer that is the model's last, or as wide as an embedding's vocabulary, if no other
-    layer takes that width in. A parameter that no known layer owns goes by its shape: a matrix
-    beside other layers is a table (`embedding`), a matrix in a module of its own is `hidden`.
+    A head is a layer that the model names as such (`get_output_embeddings()` of transformers), or a
+    linear layer that is the model's last or projects to an embedding's vocabulary size, if no
+    other layer takes inputs of that width. A parameter outside of known layers is sorted by its
+    shape: a matrix is `embedding` if its module also has layers, else `hidden`.
 
-    Each group has its kind under the key `kind`; `optimizer.describe()` shows them. Frozen
-    parameters are left out, tied ones are taken once. The model may be on the meta device, sharded
+    The key `kind` of each group has its kind; `optimizer.describe()` shows them. Frozen parameters
+    are left out, tied ones appear once. The model may be on the meta device, sharded
     by `fully_shard`, compiled, or wrapped for data-parallel training.
 
     Args:
         model: The model itself, not its parameters.
         recipe: "quality" (best quality), "fast" (frequency-adaptive momentum in int8), "lean" (no
             momentum), or a published version: "published-0.1", "-0.2", "-0.3", "-1.0".
-        lr: The learning rate; None takes the recipe's. Recipes may give a kind a share of it. A
-            tensor stays yours, to be changed from outside, so a recipe with shares refuses it; a
-            scheduler that goes group by group (ReduceLROnPlateau, a LambdaLR for each group) needs
-            a number.
+        lr: The learning rate; None takes the recipe's. Recipes may scale it for some kinds. All
+            groups share a tensor, so a recipe that scales it refuses a tensor, and a scheduler
+            that sets each group by itself (ReduceLROnPlateau, a LambdaLR per group) needs a
+            number.
         **overrides: Arguments of `MaxFactor` that replace the recipe's in every group. A
-            `weight_decay` leaves the group of vectors without decay.
+            `weight_decay` does not apply to the group of vectors.
 
     Example:
         >>> import torch, maxfactor
@@ -96,7 +96,7 @@ def for_model(
         )
     chosen = find_recipe(recipe)
     _check_names(overrides)
-    rate = None if lr is None else check_lr(lr)  # before a kind's share is taken of it
+    rate = None if lr is None else check_lr(lr)  # before it is scaled
     _check_shares(recipe, chosen, rate)
     return MaxFactor(
         [
@@ -118,34 +118,34 @@ def _check_names(overrides: dict[str, Any]) -> None:
 
 
 def _check_shares(name: str, recipe: Recipe, lr: float | Tensor | None) -> None:
-    """Refuse a tensor that some groups would not follow when it is changed from outside."""
+    """Refuse a tensor lr if the recipe scales it: scaled copies would not follow its changes."""
     shares = {kind: share for kind in KINDS if (share := recipe.share(kind)) != 1.0}
     if shares and isinstance(lr, Tensor):
         told = ", ".join(f"{kind} {share:g}" for kind, share in shares.items())
         raise ValueError(
             f"lr is a tensor, but recipe {name!r} takes shares of it ({told}), which would not "
-            "follow it; give a number, and then each group a tensor of its own if you need one"
+            "follow its changes; give a number, then set a tensor in each group if you need one"
         )
 
 
 def _group_settings(
     recipe: Recipe, kind: str | None, lr: float | Tensor | None, overrides: dict[str, Any]
 ) -> dict[str, Any]:
-    """The recipe's settings of a kind, with what the caller wants instead."""
+    """The recipe's settings of a kind, with the caller's overrides."""
     settings = recipe.settings(kind, lr)
     replaced = dict(overrides)
     if kind == "vector":
         replaced.pop("weight_decay", None)
     if not isinstance(replaced.get("momentum", 0.0), Real):
-        replaced.setdefault("nesterov", False)  # the recipe's look-ahead is for its own momentum
+        replaced.setdefault("nesterov", False)  # only a number may look ahead
     if replaced.get("momentum", 0.0) is None:
         replaced.setdefault("momentum_dtype", None)
-        replaced.setdefault("d", COMMON["d"])  # without a filter, whose input is bounded, (9) clips
+        replaced.setdefault("d", COMMON["d"])  # (10) bounds only the input of a momentum
     return {**settings, **replaced}
 
 
 def _named_by_kind(model: nn.Module) -> dict[str, list[tuple[str, Tensor]]]:
-    """The trainable parameters with their names, by kind; each once."""
+    """The trainable parameters with their names, by kind, without duplicates."""
     inner = _unwrapped(model)
     _check_shapes(inner)
     kinds = _kinds(inner)
@@ -162,7 +162,7 @@ def _named_by_kind(model: nn.Module) -> dict[str, list[tuple[str, Tensor]]]:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of data-parallel and compiled wrappers, with the user's own names."""
+    """The model inside data-parallel and torch.compile wrappers."""
     while True:
         compiled = getattr(model, "_orig_mod", None)
         if isinstance(compiled, nn.Module):
@@ -174,7 +174,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _check_shapes(model: nn.Module) -> None:
-    """Refuse what hides its shapes (FSDP1), and what has none yet (lazy layers)."""
+    """Refuse modules without known shapes: FSDP1 flattens them, lazy layers have none yet."""
     for name, module in model.named_modules():
         if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__):
             raise ValueError(
@@ -200,9 +200,9 @@ def _kinds(model: nn.Module) -> dict[Tensor, str]:
 
 
 def _owned(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Every parameter with each module that holds it and its name there."""
+    """Yield each module with the names and parameters that it owns."""
     for module in model.modules():
-        if is_parametrized(module):  # the weight's parts belong to the layer whose weight it is
+        if is_parametrized(module):  # the layer owns the parts of its weight
             parametrizations = cast("nn.ModuleDict", module.parametrizations)
             for name, parts in parametrizations.items():
                 for key, param in parts.named_parameters(recurse=False):
@@ -229,14 +229,14 @@ def _kind(module: nn.Module, key: str, param: Tensor, *, is_head: bool) -> str:
 
 
 def _bare_kind(module: nn.Module, param: Tensor) -> str:
-    """The kind of a parameter in a module of the user's own, by its shape."""
+    """The kind of a parameter in a module of unknown type, by its shape."""
     ndim = _ndim_without_ones(param)
     if ndim < 2:
         return "vector"
     if ndim > 2:
         return "conv"
     holds_layers = any(True for child in module.children() for _ in child.parameters())
-    is_table = param.ndim > 2 or holds_layers  # (1, n, d) is made to be added to activations
+    is_table = param.ndim > 2 or holds_layers  # (1, n, d) is added to activations
     return "embedding" if is_table else "hidden"
 
 
@@ -245,7 +245,7 @@ def _ndim_without_ones(param: Tensor) -> int:
 
 
 def _heads(model: nn.Module) -> set[nn.Module]:
-    """The layers that project to the outputs."""
+    """The layers that project to the model's outputs."""
     modules = list(model.modules())
     linears = [module for module in modules if _is_linear(module)]
     vocabularies = {module.num_embeddings for module in modules if isinstance(module, EMBEDDINGS)}
@@ -253,7 +253,7 @@ def _heads(model: nn.Module) -> set[nn.Module]:
 
     def is_last_in_line(linear: nn.Module) -> bool:
         width = _output_width(linear)
-        return taken[width] == (_input_width(linear) == width)  # by no layer but itself
+        return taken[width] == (_input_width(linear) == width)  # no other layer takes this width
 
     heads = {
         linear
@@ -269,12 +269,12 @@ def _heads(model: nn.Module) -> set[nn.Module]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether it is a Linear, or transformers' Conv1D, a Linear with its weight transposed."""
+    """Whether it is a Linear, or a Conv1D of transformers: a Linear with a transposed weight."""
     return isinstance(module, nn.Linear) or _is_transposed_linear(module)
 
 
 def _is_transposed_linear(module: nn.Module) -> bool:
-    # By its name, as transformers is not needed here; fully_shard puts a subclass in its place.
+    # By name, to avoid importing transformers; by the MRO, as fully_shard makes a subclass.
     is_named_so = any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)
     return is_named_so and hasattr(module, "nf") and hasattr(module, "nx")
 
@@ -285,12 +285,12 @@ def _output_width(linear: nn.Module) -> int:
 
 
 def _input_width(module: nn.Module) -> int | None:
-    """The width of the activations that a layer takes in, or that an embedding starts."""
+    """The width of a layer's input, or of an embedding's output."""
     width: int | None = None
     if _is_transposed_linear(module):
         width = getattr(module, "nx", None)
     elif known := [name for types, name in INPUT_WIDTHS if isinstance(module, types)]:
         width = getattr(module, known[0])
     elif isinstance(weight := getattr(module, "weight", None), Tensor) and weight.ndim == 1:
-        width = weight.shape[0]  # a norm, torch's or a model's own
+        width = weight.shape[0]  # a norm, of torch or of the model
     return width

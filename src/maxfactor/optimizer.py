@@ -1,4 +1,4 @@
-"""What MaxFactor and Adafactor share: groups, state, the step, checkpoints. No arithmetic."""
+"""Base class of MaxFactor and Adafactor: groups, state, step, checkpoints. No arithmetic."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class CheckedGroup(NamedTuple):
-    """A group's settings, and the values that they were checked from."""
+    """The checked settings of a group, and the raw values they come from."""
 
     values: dict[str, object]
     settings: Settings
-    began_with_number: bool  # its momentum, when the group was first checked
+    began_with_number: bool  # whether its momentum was a number at the first check
 
 
 class FactoredOptimizer(Optimizer):
-    """What MaxFactor and Adafactor share: everything but their settings."""
+    """Base class of MaxFactor and Adafactor, which add only their settings."""
 
     settings_class: ClassVar[type[Settings]]
-    made_by: ClassVar[str]  # the name in a checkpoint, also for subclasses
+    made_by: ClassVar[str]  # the optimizer's name in a checkpoint, also of subclasses
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
-        self.settings_class.from_group(defaults)  # a wrong argument is refused before anything else
+        self.settings_class.from_group(defaults)  # refuse wrong arguments first
         self.defaults = defaults
         self._reset()
         super().__init__(_as_list(params), defaults)
@@ -64,7 +64,7 @@ class FactoredOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._reset()
-        for group in self.param_groups:  # a checkpoint may be older than one of the settings
+        for group in self.param_groups:  # a checkpoint may lack newer settings
             for name in self.settings_class.names():
                 group.setdefault(name, self.defaults[name])
             group.update({name: self.defaults[name] for name in Execution.names()})
@@ -72,7 +72,7 @@ class FactoredOptimizer(Optimizer):
         self._groups()
 
     def _reset(self) -> None:
-        """Forget what is derived from groups and state, but not the number of skipped steps."""
+        """Drop what is derived from groups and state; keep the number of skipped steps."""
         skipped = self.skipped if "_guard" in self.__dict__ else 0
         self._guard = Guard()
         self._guard.skipped = skipped
@@ -80,20 +80,20 @@ class FactoredOptimizer(Optimizer):
         self._result = StepResult()
         self._stepped: list[Tensor] = []
         self._fused: FusedStep | None = None
-        if self._execution.fused:  # GradScaler then leaves unscaling and the check to the kernels
+        if self._execution.fused:  # so GradScaler leaves unscaling and the check to the kernels
             self._step_supports_amp_scaling = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group with settings of its own; the defaults fill in what it leaves out."""
+        """Add a parameter group; settings that it lacks take the defaults."""
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group must be a dict, got {type(param_group).__name__}")
         if "params" not in param_group:
             raise ValueError(f"a parameter group needs 'params', got only {sorted(param_group)}")
-        group = dict(param_group)  # the caller's dict stays as it is, whatever happens below
+        group = dict(param_group)  # never change the caller's dict
         for name in Execution.names():
             if group.get(name, self.defaults[name]) != self.defaults[name]:
                 raise ValueError(
-                    f"{name} is one for the whole optimizer, got {group[name]!r} in a group; "
+                    f"{name} is one for the whole optimizer, but a group has {group[name]!r}; "
                     f"give {name} to {type(self).__name__} itself"
                 )
         self._check_keys(group)
@@ -108,7 +108,7 @@ class FactoredOptimizer(Optimizer):
         self._settings(len(self.param_groups) - 1)
 
     def _check_keys(self, group: dict[str, Any]) -> None:
-        """Refuse switches outside of `switches`: torch keeps unknown keys and ignores them."""
+        """Refuse switches outside of `switches`, as torch ignores unknown keys."""
         for field in fields(Switches):
             if field.name in group and field.name not in self.settings_class.names():
                 raise TypeError(
@@ -123,7 +123,7 @@ class FactoredOptimizer(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @_disable_dynamo  # torch.compile runs it as it is, as torch's optimizers do it too
+    @_disable_dynamo  # not traced by torch.compile, as in torch's own optimizers
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step for every parameter that has a gradient.
@@ -140,7 +140,7 @@ class FactoredOptimizer(Optimizer):
         return loss
 
     def _advance(self) -> None:
-        """Take the step with the gradients that there are."""
+        """Take the step with the present gradients."""
         groups = self._groups()
         flat = [param for group in self.param_groups for param in group["params"]]
         if self._fused is not None and self._fused.fits(flat, groups, self.state):
@@ -149,7 +149,7 @@ class FactoredOptimizer(Optimizer):
         inputs = self._inputs(groups)
         if not inputs:
             return
-        backend = choose(inputs, self._execution)  # may refuse, before there is any state
+        backend = choose(inputs, self._execution)  # may raise, so before any state is made
         is_first = not any(self.state[each.param] for each in inputs)
         self._add_states(inputs)
         if is_first and _is_rehearsal(inputs):
@@ -161,16 +161,16 @@ class FactoredOptimizer(Optimizer):
         self._run_fused(self._fused, groups)
 
     def _groups(self) -> list[GroupStep]:
-        """The rules and the rate of each group; settings are checked only where they changed."""
+        """The rules and learning rate of each group; only changed settings are checked."""
         return [
             GroupStep(self._settings(index).rules, _rate(group["lr"]))
             for index, group in enumerate(self.param_groups)
         ]
 
     def _settings(self, index: int) -> Settings:
-        """The checked settings of a group, as they are now."""
+        """The checked settings of a group, cached until one of them changes."""
         group = self.param_groups[index]
-        # A scheduler writes a new lr in every step; only whether there is one decides on a rule.
+        # Schedulers write lr in every step; the rules depend only on whether it is None.
         values = {name: group.get(name) for name in self.settings_class.names()}
         values["lr"] = group["lr"] is None
         known = self._checked.get(index)
@@ -180,18 +180,18 @@ class FactoredOptimizer(Optimizer):
         if known and has_number and not known.began_with_number:
             raise ValueError(
                 f"the momentum of group {index} was no number and is {group['momentum']} now; "
-                "a scheduler that wrote it needs cycle_momentum=False, and an optimizer that "
-                "is to have it must be built with it"
+                "if a scheduler wrote it, set cycle_momentum=False there; if you want it, build "
+                "the optimizer with it"
             )
         settings = self.settings_class.from_group(group)
-        # Copies, so that a change inside of a dict shows.
+        # Copies, to notice a change inside a dict.
         kept = {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
         began = known.began_with_number if known else has_number
         self._checked[index] = CheckedGroup(kept, settings, began)
         return settings
 
     def _inputs(self, groups: list[GroupStep]) -> list[StepInput]:
-        """Every parameter that has a gradient; an unusable gradient is an error."""
+        """Collect every parameter that has a gradient; refuse sparse gradients."""
         inputs = []
         for index, group in enumerate(groups):
             for name, param in self.named_group(index):
@@ -202,7 +202,7 @@ class FactoredOptimizer(Optimizer):
         return inputs
 
     def _add_states(self, inputs: list[StepInput]) -> None:
-        """Add the state to each input, new where there is none."""
+        """Set the state of each input; create it at the first step."""
         on_device = self._execution.capturable
         for each in inputs:
             if state := self.state[each.param]:
@@ -213,7 +213,7 @@ class FactoredOptimizer(Optimizer):
             each.state = self.state[each.param]
 
     def _run_torch(self, inputs: list[StepInput]) -> None:
-        """Take a step in torch operations, which the host can follow."""
+        """Take a step by the torch backend, with the guard on the host."""
         execution = self._execution
         check = execution.nonfinite != "ignore"
         result = torch_step(inputs, check=check, foreach=bool(execution.foreach))
@@ -224,7 +224,7 @@ class FactoredOptimizer(Optimizer):
             self._result, self._stepped = result, [each.param for each in inputs]
 
     def _run_fused(self, fused: FusedStep, groups: list[GroupStep]) -> None:
-        """Launch a step; the device decides whether it is skipped, and counts."""
+        """Launch a step; the device decides whether to skip it, and counts."""
         self._result = fused.step(
             groups,
             nonfinite=self._execution.nonfinite,
@@ -241,24 +241,24 @@ class FactoredOptimizer(Optimizer):
 
     @property
     def skipped(self) -> int:
-        """How many steps were not taken because a gradient was not finite."""
+        """The number of skipped steps, whose gradients were not finite; may wait for the device."""
         return self._guard.skipped + (0 if self._fused is None else self._fused.skipped)
 
     def check_skipped(self) -> None:
-        """Raise if 20 steps in a row were skipped, as `step` does, which replays of a graph cannot.
+        """Raise if 20 steps in a row were skipped. It waits for the device.
 
-        It waits for the device. Without graphs there is no need to call it.
+        `step` does this itself; call it only between replays of a CUDA graph.
         """
         if self._fused is not None:
             self._fused.check_skipped()
 
     def effective_lr(self) -> list[float]:
-        """The step size that each group really used last: alpha of (3), mean over its parameters.
+        """The step size alpha of (3) in the last step of each group, averaged over its parameters.
 
-        0 for a group that has not stepped. Reading it waits for the device; not reading it is free.
+        0 for a group that has not stepped. It waits for the device.
         """
         sizes = self._result.step_sizes
-        # Both wait for the device, a tensor once; this is asked for by the user, not by the step.
+        # A host sync, one for a tensor; only the user calls this, not the step.
         values = sizes.tolist() if isinstance(sizes, Tensor) else [float(size) for size in sizes]
         used = dict(zip(self._stepped, values, strict=True))
         groups = [
@@ -268,10 +268,11 @@ class FactoredOptimizer(Optimizer):
         return [sum(group) / len(group) if group else 0.0 for group in groups]
 
     def describe(self) -> Description:
-        """The parameter groups: tensors, settings, and the bytes that their state takes.
+        """Describe the parameter groups: tensors, settings, and bytes of state.
 
-        It is a list with a `Row` for each group, prints as a table, and is computed from shapes
-        and settings alone: before the first step, on the meta device, for all shards together.
+        Returns a list with a `Row` for each group, which prints as a table. It needs only shapes
+        and settings, so it works before the first step and on the meta device. Of sharded
+        parameters it counts all shards.
 
         Example:
             >>> import torch, maxfactor
@@ -294,7 +295,7 @@ class FactoredOptimizer(Optimizer):
         )
 
     def named_group(self, index: int) -> list[tuple[str, Tensor]]:
-        """A group's parameters with their names, or `param_3` for the fourth of all."""
+        """A group's parameters with their names; the fourth unnamed one of all is `param_3`."""
         group = self.param_groups[index]
         first = sum(len(before["params"]) for before in self.param_groups[:index])
         return list(zip(checkpoint.names_of(group, first), group["params"], strict=True))
@@ -308,10 +309,10 @@ class FactoredOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state of every parameter, and the settings of each group.
 
-        Once a step was taken, parameters that never had a gradient are in it too, with what they
-        will start from: torch.distributed.checkpoint loads into an optimizer that has all states.
+        After the first step it also has the initial state of parameters that never had a gradient,
+        because torch.distributed.checkpoint expects a state for every parameter.
         """
-        # Before the user's own hooks.
+        # Runs before the user's own hooks.
         handle = self.register_state_dict_post_hook(_complete, prepend=True)
         try:
             packed: dict[str, Any] = super().state_dict()
@@ -320,11 +321,10 @@ class FactoredOptimizer(Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint, or refuse it and change nothing.
+        """Load a checkpoint; raise, and change nothing, if it does not fit.
 
-        Every state tensor keeps its own dtype for parameters of any dtype, and is copied: the dict
-        that was loaded is not the optimizer's own state afterwards. A group that has the same names
-        in another order is loaded by name, else parameters are matched by their order.
+        State tensors are copied and keep their dtypes, whatever the dtype of the parameter. A
+        group with the same names in another order is matched by name, any other by order.
         """
         checked: list[checkpoint.SavedState] = []
 
@@ -366,13 +366,13 @@ class FactoredOptimizer(Optimizer):
 
 
 def _rate(lr: object) -> float | Tensor:
-    """A group's learning rate; Adafactor without one has the paper's cap."""
+    """A group's learning rate; for lr=None the cap of the Adafactor paper."""
     return ADAFACTOR_MAX_STEP if lr is None else check_lr(lr)
 
 
 def _full_precision() -> ExitStack:
-    """Turn autocast off, which would run the products of the rule in 16 bits."""
-    # Without a device torch 2.6 raises where later versions return None.
+    """Disable autocast, which would run the rule's matrix products in 16 bits."""
+    # Without an accelerator torch 2.6 raises; later versions return None.
     has_device = torch.accelerator.is_available()
     accelerator = torch.accelerator.current_accelerator() if has_device else None
     stack = ExitStack()
@@ -388,19 +388,19 @@ def _fused_step(
     groups: list[GroupStep],
     before: FusedStep | None,
 ) -> FusedStep:
-    """Plan the fused step; imported here, because Triton is not needed for the other backend."""
+    """Plan the fused step. Imported here, because the torch backend does not need Triton."""
     from maxfactor.backends.triton.step import make_step
 
     return make_step(inputs, flat, groups, before)
 
 
 def _complete(optimizer: Optimizer, packed: dict[str, Any]) -> None:
-    """Add the state of parameters that have not stepped where others have."""
+    """Add the initial state of parameters that have not stepped, if others have."""
     assert isinstance(optimizer, FactoredOptimizer)
     on_device = optimizer._execution.capturable
     for index, saved in enumerate(packed["param_groups"]):
         group, rules = optimizer.param_groups[index], optimizer._settings(index).rules
-        # FAM may have been set in the group, and schedulers write numbers of numpy.
+        # A group may hold a FAM object, and schedulers may write numpy numbers.
         saved.update({name: as_setting(value) for name, value in saved.items()})
         for param, key in zip(group["params"], saved["params"], strict=True):
             if packed["state"] and param.requires_grad and not packed["state"].get(key):
@@ -409,21 +409,21 @@ def _complete(optimizer: Optimizer, packed: dict[str, Any]) -> None:
 
 
 def _is_rehearsal(inputs: list[StepInput]) -> bool:
-    """Whether a first step is torch's way to get the state made: no rate, no gradient.
+    """Whether this first step only initializes the state: lr and all gradients are 0.
 
-    torch.distributed.checkpoint does this to learn what it may load. Such a step does not count.
+    torch.distributed.checkpoint takes such a step before it loads. It is not counted.
     """
     return all(_is_zero(each.lr) for each in inputs) and all_zero(inputs)
 
 
 def _is_zero(lr: float | Tensor) -> bool:
-    """Whether a rate is 0, as far as that can be known without waiting for a device."""
+    """Whether lr is known to be 0 without a host sync."""
     rate = host_scalar(lr)
     return isinstance(rate, float) and rate == 0.0
 
 
 def _as_list(params: object) -> list[Any]:
-    """The parameters as a list, with the usual first mistakes named."""
+    """Return the parameters as a list; refuse the usual mistakes."""
     if isinstance(params, torch.nn.Module):
         raise TypeError(
             f"params must be an iterable of parameters, got the module {type(params).__name__}; "
@@ -444,10 +444,10 @@ def _as_list(params: object) -> list[Any]:
 
 
 def _check_parameter(name: str, param: Tensor) -> None:
-    if getattr(param, "_fsdp_flattened", False):  # and with use_orig_params=True, a piece of one
+    if getattr(param, "_fsdp_flattened", False):  # also with use_orig_params=True
         raise TypeError(
-            f"parameter {name!r} is a flat parameter of FullyShardedDataParallel, which has lost "
-            "its rows and columns; shard with torch.distributed.fsdp.fully_shard instead"
+            f"parameter {name!r} is a flat parameter of FullyShardedDataParallel, without rows "
+            "and columns; shard with torch.distributed.fsdp.fully_shard instead"
         )
     if param.dtype in SUPPORTED_DTYPES:
         return

@@ -16,32 +16,32 @@ RecipeName = Literal[
 ]
 RECIPES: tuple[RecipeName, ...] = get_args(RecipeName)
 
-# What `for_model` sorts a model's parameters into, in the order of its groups.
+# The kinds of parameters in `for_model`, in the order of its groups.
 KINDS = ("hidden", "conv", "embedding", "head", "vector")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings for every kind of layer, and what differs for some.
+    """Settings of all kinds of layers, and overrides for some kinds.
 
-    `lr_share` is not a setting of the optimizer: it is a kind's share of the learning rate.
+    `lr_share` is not a setting of the optimizer. It scales the learning rate of a kind.
     """
 
     common: dict[str, Any]
     by_kind: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def settings(self, kind: str | None = None, lr: float | Tensor | None = None) -> dict[str, Any]:
-        """The arguments for a kind, or without one those that kinds have in common."""
+        """The arguments for a kind; for None those that all kinds have in common."""
         chosen = self._chosen(kind)
         share = chosen.pop("lr_share")
         if kind == "vector":
             chosen["weight_decay"] = 0.0
         rate = chosen["lr"] if lr is None else lr
-        # A whole share leaves a tensor the caller's own, which may be changed from outside.
+        # With a share of 1 a tensor stays the caller's own, who may change it later.
         return {**chosen, "lr": rate if share == 1.0 else rate * share}
 
     def share(self, kind: str) -> float:
-        """A kind's share of the learning rate."""
+        """The factor of a kind's learning rate."""
         share: float = self._chosen(kind)["lr_share"]
         return share
 
@@ -51,7 +51,7 @@ class Recipe:
 
 COMMON = {"lr": 0.01, "gamma": 0.99, "d": 1.0}
 
-# One column of the table of versions each; what a version leaves out has its default.
+# Each is a column of docs/published-versions.md; the rest are the defaults.
 PUBLISHED: dict[RecipeName, dict[str, Any]] = {
     "published-0.1": {
         "eps": (None, 1e-3),
@@ -84,7 +84,7 @@ PUBLISHED: dict[RecipeName, dict[str, Any]] = {
     "published-1.0": {"eps": (1e-10, 1e-3), "weight_decay": 0.01},
 }
 
-# Recipes of our own: version 1.0 but for what is said here. Their decay follows the step.
+# Our own recipes: version 1.0 with these changes.
 OWN: dict[RecipeName, Recipe] = {
     "lean": Recipe({**COMMON, "lr": 0.028, "weight_decay": 0.0, "direction": "factored"}),
     "fast": Recipe(
@@ -95,7 +95,7 @@ OWN: dict[RecipeName, Recipe] = {
             "lr": 0.04,
             "weight_decay": 0.01,
             "direction": "factored",
-            "d": math.inf,  # (10) has bounded the input of the filter
+            "d": math.inf,  # (10) bounds the input of the momentum
             "switches": Switches(decay_by="relative_step"),
         },
         {
@@ -118,7 +118,7 @@ OWN: dict[RecipeName, Recipe] = {
         },
         {
             "hidden": {"direction": "orthogonal", "momentum": 0.9, "nesterov": True},
-            # Biases begin at zero: by their first size they would hardly ever move.
+            # Biases start at or near zero, so their initial RMS would give tiny steps.
             "vector": {"scale": "current", "lr_share": 0.25},
         },
     ),
@@ -126,7 +126,7 @@ OWN: dict[RecipeName, Recipe] = {
 
 
 def find_recipe(name: RecipeName) -> Recipe:
-    """Return a recipe by its name, or say which there are."""
+    """Return a recipe by its name."""
     if name in PUBLISHED:
         return Recipe({**COMMON, **PUBLISHED[name]})
     if name not in OWN:
@@ -143,7 +143,7 @@ def recipe(name: RecipeName) -> dict[str, Any]:
             and "quality" differ from layer to layer and are for `for_model` alone.
 
     Returns:
-        A new dict, to be changed as you like and unpacked into `MaxFactor`.
+        A new dict of arguments for `MaxFactor`, which you may change.
 
     Example:
         >>> import torch, maxfactor

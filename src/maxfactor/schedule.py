@@ -1,4 +1,4 @@
-"""AdaptiveSchedule: warm-up and cosine decay of the cap on a relative step.
+"""AdaptiveSchedule: linear warm-up and cosine decay of the learning rate.
 
 References:
     Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", 2016: the cosine.
@@ -17,21 +17,21 @@ from maxfactor.checks import check_number, check_positive, check_whole
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-WARMUP_FLOOR = 0.001  # the first step's share of the base rate
+WARMUP_FLOOR = 0.001  # fraction of the base rate at the first step
 
 
 class AdaptiveSchedule(LRScheduler):
-    r"""Schedules the cap `lr` of an optimizer that has a rate of its own inside.
+    r"""Linear warm-up and cosine decay of `lr`, the cap on the relative step.
 
-    The cap rises linearly from 0.001 of the base to the base over `warmup_steps`, then falls along
-    a cosine to `decay_factor` times the base at `total_steps` and stays there. It is a function of
-    the step count alone: what the optimizer made of it is never fed back.
+    `lr` rises linearly from 0.001 of the base rate to the base rate over `warmup_steps`, then falls
+    along a cosine to `decay_factor` times the base rate at `total_steps` and stays there. It
+    depends only on the step count, not on the step sizes of the optimizer.
 
     Args:
         optimizer: Any torch optimizer.
         initial_lr: The base rate; None takes each group's own `lr`.
         warmup_steps: Steps until the base rate is reached.
-        decay_factor: Share of the base rate left at the end, in (0, 1].
+        decay_factor: Fraction of the base rate at the end, in (0, 1].
         total_steps: The step at which `decay_factor` is reached, warm-up included. None: no decay.
         last_epoch: Index of the last step when a run is resumed by hand.
 
@@ -65,7 +65,7 @@ class AdaptiveSchedule(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def factor(self, step: int) -> float:
-        """The share of the base rate at a step."""
+        """The fraction of the base rate at a step."""
         if step < self.warmup_steps:
             return WARMUP_FLOOR + (1.0 - WARMUP_FLOOR) * step / self.warmup_steps
         if self.total_steps is None:
@@ -75,16 +75,15 @@ class AdaptiveSchedule(LRScheduler):
         return self.decay_factor + (1.0 - self.decay_factor) * cosine
 
     def get_lr(self) -> list[Any]:
-        """The caps of the present step, from the base rates alone."""
+        """The learning rates of the present step, from the base rates."""
         self._take_in_new_groups()
         factor = self.factor(self.last_epoch)
         return [factor * base for base in self._bases()]
 
     def effective_lr(self) -> list[float]:
-        """What the optimizer really used in its last step, per group.
+        """The step size that each group used in the last step.
 
-        The mean step size of the group's parameters, or the cap for an optimizer that has no
-        `effective_lr()` of its own.
+        The mean over the group's parameters, or `lr` if the optimizer has no `effective_lr()`.
         """
         own = getattr(self.optimizer, "effective_lr", None)
         if own is not None:
@@ -92,7 +91,7 @@ class AdaptiveSchedule(LRScheduler):
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def _take_in_new_groups(self) -> None:
-        """Groups that were added since, say of unfrozen layers, have the rate they came with."""
+        """Add groups that are new, say of unfrozen layers; their own `lr` is the base rate."""
         for group in self.optimizer.param_groups[len(self.base_lrs) :]:
             lr = group["lr"]
             group.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr)
@@ -118,7 +117,7 @@ def _check_decay_factor(value: object) -> float:
 
 
 def _check_rates(optimizer: Optimizer) -> None:
-    """A scheduler needs rates to scale; Adafactor without an lr has none."""
+    """Refuse lr=None of Adafactor, which leaves nothing to scale."""
     groups = getattr(optimizer, "param_groups", [])
     if any(group["lr"] is None for group in groups):
         raise ValueError(
