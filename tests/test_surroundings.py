@@ -363,3 +363,13 @@ def test_float16_stays_where_nothing_moves_it(backend: dict[str, Any]) -> None:
         param.grad = torch.ones_like(param)
         optimizer.step()
     assert torch.equal(param, start)
+
+
+def test_a_captured_step_that_would_wait_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels cannot run float64, and torch operations check by reading the device."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    param = torch.nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
+    param.grad = torch.ones_like(param)
+    with pytest.raises(RuntimeError, match=r"set nonfinite='ignore', but parameter .*float64"):
+        MaxFactor([param], capturable=True).step()
+    assert torch.equal(param, torch.ones_like(param))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from maxfactor.optimizer import FactoredOptimizer, Params
-from maxfactor.settings import AdafactorSettings, Factoring, Nonfinite, Rounding
+from maxfactor.settings import AdafactorSettings, FactorMode, Nonfinite, Rounding
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,7 +77,7 @@ class Adafactor(FactoredOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        factor: Factoring = "auto",
+        factor: FactorMode = "auto",
         relative_step: bool | None = None,
         rounding: Rounding | None = None,
         seed: int | None = None,

@@ -40,7 +40,7 @@ ADAFACTOR_MAX_STEP = 1e-2  # the paper's cap on the relative step, for lr=None
 BLOCK = 64  # values of a row that share an int8 scale, and the length of a DCT
 SHARED_SEED = 0  # default seed of the rounding noise with several processes
 
-Factoring = Literal["auto", "last"]
+FactorMode = Literal["auto", "last"]
 StepRule = Literal["relative", "ramp"]
 DecayBy = Literal["lr", "relative_step", "step_size"]
 VectorDirection = Literal["sign_max", "update"]
@@ -61,7 +61,7 @@ C = TypeVar("C")
 class TensorRule:
     """The resolved settings of one kind of tensor, without lr, which changes at every step."""
 
-    factor: Factoring
+    factor: FactorMode
     maximize: bool
     rounding: Rounding | None
     seed: int
@@ -220,7 +220,7 @@ class Switches:
         vector_direction: "sign_max" for (9), "update" to move vectors by U itself.
     """
 
-    factor: Factoring = "auto"
+    factor: FactorMode = "auto"
     max_norm: bool = True
     min_lr: float = 0.0
     scalar_boost: float | None = None
@@ -236,7 +236,7 @@ class Switches:
     def __post_init__(self) -> None:
         _set(
             self,
-            factor=check_choice("factor", self.factor, get_args(Factoring)),
+            factor=check_choice("factor", self.factor, get_args(FactorMode)),
             max_norm=check_flag("max_norm", self.max_norm),
             min_lr=check_not_negative("min_lr", self.min_lr),
             full_matrix=check_flag("full_matrix", self.full_matrix),
@@ -494,7 +494,7 @@ class AdafactorSettings(Settings):
     eps: tuple[float | None, float] = (1e-30, 1e-3)
     clip_threshold: float = 1.0
     relative_step: bool | None = None
-    factor: Factoring = "auto"
+    factor: FactorMode = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -503,29 +503,26 @@ class AdafactorSettings(Settings):
             self,
             clip_threshold=check_positive("clip_threshold", self.clip_threshold),
             relative_step=check_flag("relative_step", relative),
-            factor=check_choice("factor", self.factor, get_args(Factoring)),
+            factor=check_choice("factor", self.factor, get_args(FactorMode)),
         )
         if self.lr is None and not self.relative_step:
             raise ValueError("relative_step=False needs a learning rate: give lr, such as lr=1e-3")
 
     def _resolve(self) -> GroupRules:
-        matrix = self._rule(is_vector=False)
-        return GroupRules(matrix, replace(matrix, dense=True))
-
-    def _rule(self, *, is_vector: bool) -> TensorRule:
         eps1 = 1e-30 if self.eps[0] is None else self.eps[0]
-        return TensorRule(
+        matrix = TensorRule(
             **self._common(),
             factor=self.factor,
             absolute=not self.relative_step,
             # As in torch.optim.Adafactor, a given lr scales the decay.
             decays_by_lr=self.lr is not None,
-            dense=is_vector,
+            dense=False,
             offset=eps1,
             divides_by_mean=True,
             rms_bound=self.clip_threshold,
             eps1=eps1,
         )
+        return GroupRules(matrix, replace(matrix, dense=True))
 
 
 # --------------------------------------------------------------------------------- small pieces

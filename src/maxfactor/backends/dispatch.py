@@ -33,16 +33,28 @@ def choose(inputs: Sequence[StepInput], execution: Execution) -> Backend:
     has_shards = any(is_sharded(each.param) or is_sharded(each.grad) for each in inputs)
     if has_shards:
         _check_sharded(inputs, execution)
-    elif execution.capturable:
-        _check_capturable(inputs, execution)
+    if execution.capturable:
+        _check_devices(inputs)
     if execution.fused is False or execution.foreach:
-        return "torch"
+        return _torch(execution, None)
     # With sharded parameters all ranks must choose the same backend.
     obstacle = triton_obstacle(inputs) or (shard_obstacle(inputs) if has_shards else None)
     if obstacle is None and (execution.fused or inputs[0].param.is_cuda):
         return "triton"
     if execution.fused:
         raise RuntimeError(f"fused=True cannot be honoured: {obstacle}")
+    return _torch(execution, obstacle)
+
+
+def _torch(execution: Execution, obstacle: str | None) -> Backend:
+    """Return "torch", unless it would wait for the device while a graph is captured."""
+    if execution.capturable and execution.nonfinite != "ignore":
+        reason = "" if obstacle is None else f", but {obstacle}"
+        raise RuntimeError(
+            f"capturable=True with nonfinite={execution.nonfinite!r} needs the fused backend, "
+            "the only one that checks gradients without waiting for the device; "
+            f"set nonfinite='ignore'{reason}"
+        )
     return "torch"
 
 
@@ -151,19 +163,13 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _check_capturable(inputs: Sequence[StepInput], execution: Execution) -> None:
+def _check_devices(inputs: Sequence[StepInput]) -> None:
     for each in inputs:
         if not each.param.is_cuda and not is_interpreted():
             raise RuntimeError(
                 f"capturable=True is for CUDA graphs, but parameter {each.name!r} is on "
                 f"{each.param.device}; move the model to CUDA or set capturable=False"
             )
-    if (execution.foreach or execution.fused is False) and execution.nonfinite != "ignore":
-        raise RuntimeError(
-            f"capturable=True with nonfinite={execution.nonfinite!r} needs the fused backend, "
-            "the only one that checks gradients without waiting for the device; "
-            "set nonfinite='ignore'"
-        )
 
 
 def _check_sharded(inputs: Sequence[StepInput], execution: Execution) -> None:

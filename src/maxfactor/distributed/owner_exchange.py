@@ -45,7 +45,7 @@ class Cut:
     rank: int  # of this process in the group
 
 
-class Travelling:
+class ExchangedMatrix:
     """The part of a matrix on this rank, on its way to the owner and back.
 
     `value` is None until it is set, and while other ranks hold the matrix.
@@ -77,7 +77,7 @@ class Travelling:
         assert self.value is not None
         return self.value
 
-    def goes_by(self, group: ProcessGroup) -> bool:
+    def is_next(self, group: ProcessGroup) -> bool:
         """Whether the next cut to undo is over this group."""
         return self.undone < len(self.cuts) and self.cuts[self.undone].group is group
 
@@ -87,7 +87,9 @@ class Travelling:
         return all(cut.rank == owner for cut, owner in before)
 
 
-def orthogonalize_(parts: Sequence[Travelling], orthogonal: Callable[[Tensor], Tensor]) -> None:
+def orthogonalize_by_owners_(
+    parts: Sequence[ExchangedMatrix], orthogonal: Callable[[Tensor], Tensor]
+) -> None:
     """Replace each part by its shard of `orthogonal` of the whole matrix."""
     assign_owners(parts)
     journey = gather(parts)
@@ -101,12 +103,12 @@ def orthogonalize_(parts: Sequence[Travelling], orthogonal: Callable[[Tensor], T
         send_back(travellers, steps, group)
 
 
-def batches(parts: Sequence[Travelling]) -> list[list[Travelling]]:
+def batches(parts: Sequence[ExchangedMatrix]) -> list[list[ExchangedMatrix]]:
     """Batch matrices of one shape, up to `BATCH` elements.
 
     Only those that the same groups shard: replicas have the same batches and get the same bits.
     """
-    alike: dict[object, list[list[Travelling]]] = defaultdict(list)
+    alike: dict[object, list[list[ExchangedMatrix]]] = defaultdict(list)
     for part in parts:
         found = alike[part.layout.matrix, part.groups]
         most = max(1, BATCH // max(1, math.prod(part.shape)))
@@ -160,9 +162,9 @@ def resized(shape: Shape, dim: int, size: int) -> Shape:
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-def assign_owners(parts: Sequence[Travelling]) -> None:
+def assign_owners(parts: Sequence[ExchangedMatrix]) -> None:
     """Assign an owner to each matrix, as its rank in the group of each cut."""
-    alike: dict[tuple[ProcessGroup, ...], list[Travelling]] = defaultdict(list)
+    alike: dict[tuple[ProcessGroup, ...], list[ExchangedMatrix]] = defaultdict(list)
     for part in parts:
         alike[part.groups].append(part)
     for same in alike.values():
@@ -200,13 +202,15 @@ def coordinates(index: int, counts: Sequence[int]) -> Shape:
 # --------------------------------------------------------------------------------- the messages
 
 
-def gather(parts: Sequence[Travelling]) -> list[tuple[ProcessGroup, list[Travelling], list[int]]]:
+def gather(
+    parts: Sequence[ExchangedMatrix],
+) -> list[tuple[ProcessGroup, list[ExchangedMatrix], list[int]]]:
     """Gather every matrix on its owner; return (group, parts, cut indices) of each exchange."""
     groups = list(dict.fromkeys(group for part in parts for group in part.groups))
     journey = []
     while any(part.undone < len(part.cuts) for part in parts):
         for group in groups:
-            travellers = [part for part in parts if part.goes_by(group)]
+            travellers = [part for part in parts if part.is_next(group)]
             if travellers:
                 steps = [part.undone for part in travellers]
                 send_on(travellers, steps, group)
@@ -214,52 +218,52 @@ def gather(parts: Sequence[Travelling]) -> list[tuple[ProcessGroup, list[Travell
     return journey
 
 
-def send_on(parts: Sequence[Travelling], steps: Sequence[int], group: ProcessGroup) -> None:
+def send_on(parts: Sequence[ExchangedMatrix], steps: Sequence[int], group: ProcessGroup) -> None:
     """Undo one cut of each matrix: the owner in the group gets all shards."""
     ranks = len(parts[0].cuts[steps[0]].sizes)
-    leaving: list[list[Tensor]] = [[] for _ in range(ranks)]
-    coming: list[list[Shape]] = [[] for _ in range(ranks)]
+    outgoing: list[list[Tensor]] = [[] for _ in range(ranks)]
+    incoming: list[list[Shape]] = [[] for _ in range(ranks)]
     kept = []
     for part, step in zip(parts, steps, strict=True):
         part.undone += 1
         if not part.is_here(step):
             continue
         cut, owner = part.cuts[step], part.owner[step]
-        leaving[owner].append(part.whole())
+        outgoing[owner].append(part.whole())
         part.value = None
         if owner == cut.rank:
             kept.append((part, cut.dim))
             for rank, size in enumerate(cut.sizes):
-                coming[rank].append(resized(part.shapes[step], cut.dim, size))
-    got = exchanged(leaving, coming, group, parts[0].device)
+                incoming[rank].append(resized(part.shapes[step], cut.dim, size))
+    got = exchanged(outgoing, incoming, group, parts[0].device)
     for i, (part, dim) in enumerate(kept):
         part.value = torch.cat([from_rank[i] for from_rank in got], dim=dim)
 
 
-def send_back(parts: Sequence[Travelling], steps: Sequence[int], group: ProcessGroup) -> None:
+def send_back(parts: Sequence[ExchangedMatrix], steps: Sequence[int], group: ProcessGroup) -> None:
     """Undo `send_on`: scatter the matrices back to shards."""
     ranks = len(parts[0].cuts[steps[0]].sizes)
-    leaving: list[list[Tensor]] = [[] for _ in range(ranks)]
-    coming: list[list[Shape]] = [[] for _ in range(ranks)]
-    expected: list[list[Travelling]] = [[] for _ in range(ranks)]
+    outgoing: list[list[Tensor]] = [[] for _ in range(ranks)]
+    incoming: list[list[Shape]] = [[] for _ in range(ranks)]
+    expected: list[list[ExchangedMatrix]] = [[] for _ in range(ranks)]
     for part, step in zip(parts, steps, strict=True):
         if not part.is_here(step):
             continue
         cut, owner = part.cuts[step], part.owner[step]
         if owner == cut.rank:
-            for pieces, piece in zip(leaving, part.whole().split(cut.sizes, cut.dim), strict=True):
+            for pieces, piece in zip(outgoing, part.whole().split(cut.sizes, cut.dim), strict=True):
                 pieces.append(piece)
-        coming[owner].append(part.shapes[step])
+        incoming[owner].append(part.shapes[step])
         expected[owner].append(part)
-    got = exchanged(leaving, coming, group, parts[0].device)
+    got = exchanged(outgoing, incoming, group, parts[0].device)
     for waiting, arrived in zip(expected, got, strict=True):
         for part, value in zip(waiting, arrived, strict=True):
             part.value = value
 
 
 def exchanged(
-    leaving: list[list[Tensor]],
-    coming: list[list[Shape]],
+    outgoing: list[list[Tensor]],
+    incoming: list[list[Shape]],
     group: ProcessGroup,
     device: torch.device,
 ) -> list[list[Tensor]]:
@@ -268,13 +272,13 @@ def exchanged(
 
     dtype = WIRE.get(device.type, torch.float32)
     nothing = torch.empty(0, dtype=dtype, device=device)  # torch.cat needs a tensor
-    packed = torch.cat([nothing, *(x.reshape(-1).to(dtype) for each in leaving for x in each)])
-    sent = [sum(x.numel() for x in to_rank) for to_rank in leaving]
-    counts = [[math.prod(shape) for shape in from_rank] for from_rank in coming]
+    packed = torch.cat([nothing, *(x.reshape(-1).to(dtype) for each in outgoing for x in each)])
+    sent = [sum(x.numel() for x in to_rank) for to_rank in outgoing]
+    counts = [[math.prod(shape) for shape in from_rank] for from_rank in incoming]
     received = [sum(each) for each in counts]
     got = packed.new_empty(sum(received))
     dist.all_to_all_single(got, packed, received, sent, group=group)
     return [
         [x.view(shape).float() for x, shape in zip(own.split(sizes), shapes, strict=True)]
-        for own, sizes, shapes in zip(got.split(received), counts, coming, strict=True)
+        for own, sizes, shapes in zip(got.split(received), counts, incoming, strict=True)
     ]

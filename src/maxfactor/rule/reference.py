@@ -71,7 +71,7 @@ def step(param: Tensor, grad: Tensor, state: State, settings: Settings) -> Resul
 
     size, initial = weight_size(rms(w), state.get("initial_rms"), t)
     alpha = step_size(size, t, lr, rule)  # (2) (3), W before decay
-    w = w * kept_share(alpha, t, lr, rule)  # (4)
+    w = w * decay_factor(alpha, t, lr, rule)  # (4)
     moments = second_moments(g, state, t, rule)  # (5)
     memories: State = {}
     if rule.is_filtered:
@@ -124,7 +124,7 @@ def step_size(size: Scalar, t: Scalar, lr: Scalar, rule: TensorRule) -> Scalar:
     return relative_step(t, lr, rule) * size  # (3)
 
 
-def kept_share(alpha: Scalar, t: Scalar, lr: Scalar, rule: TensorRule) -> Scalar:
+def decay_factor(alpha: Scalar, t: Scalar, lr: Scalar, rule: TensorRule) -> Scalar:
     """Equation (4): the factor by which decay multiplies W."""
     if rule.weight_decay == 0.0:
         return 1.0

@@ -31,7 +31,7 @@ from maxfactor.backends.torch.blocks import (
     as_batch,
     write_back,
 )
-from maxfactor.distributed.owner_exchange import Travelling
+from maxfactor.distributed.owner_exchange import ExchangedMatrix
 from maxfactor.distributed.placement import local, positions
 from maxfactor.distributed.reductions import Reduction, groups_over
 from maxfactor.rule import reference
@@ -88,11 +88,11 @@ class Batch:
         self._find_groups()
         self.stacked: Tensor | None = None  # gradients of small tensors, as a batch
         self.weights: Tensor | None = None  # as a batch, once they were read
-        self.travelling: Travelling | None = None
+        self.exchanged: ExchangedMatrix | None = None
         if self.rule.is_orthogonal and self.everywhere:
             layout = factoring(tuple(first.param.shape), self.rule.factor)
             assert layout is not None
-            self.travelling = Travelling(first.param, layout)
+            self.exchanged = ExchangedMatrix(first.param, layout)
 
     def _find_shape(self) -> None:
         """Set the local shape (k, m, n), the whole matrix's m and n, and the dims of one tensor."""
@@ -217,7 +217,7 @@ class Batch:
         # A single large tensor on the CPU uses Python floats; values on a device stay there.
         scale: Scalar = size if self.is_small or len(self.inputs) > 1 else host_scalar(size)
         alpha = reference.step_size(scale, t, self.lr, rule)
-        return alpha, reference.kept_share(alpha, t, self.lr, rule)
+        return alpha, reference.decay_factor(alpha, t, self.lr, rule)
 
     def _update_moments(self, got: list[Tensor]) -> Tensor | None:
         """Equation (5), written to the state; returns mean R, or mean v, if it is needed.
@@ -360,14 +360,14 @@ class Batch:
         rows = slice(0, self.shape[1])
         y = update.first_pass(rows, self._whole_gradient())
         y = variance.normalize(y.mul_(mean.sqrt()), rows, y).mul_(variance.row_factor())
-        if self.travelling is not None:
-            self.travelling.value = y.reshape(self.params[0].shape)
+        if self.exchanged is not None:
+            self.exchanged.value = y.reshape(self.params[0].shape)
             del y  # the exchange holds the only copy
         update.finish((yield update.reductions()))
-        if self.travelling is None:
+        if self.exchanged is None:
             move = orthogonal(y)
         else:
-            move = self.travelling.whole().reshape(self.shape)
+            move = self.exchanged.whole().reshape(self.shape)
         self._write(rows, move.mul_(-alpha), keep)
 
     # --------------------------------------------------------------------------------- write

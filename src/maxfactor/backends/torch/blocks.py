@@ -35,12 +35,12 @@ class Scratch:
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, torch.device], Tensor] = {}
 
-    def __call__(self, index: int, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    def __call__(self, index: int, like: Tensor) -> Tensor:
         """Buffer `index` in the shape of `like`, with arbitrary content."""
         size, key = like.numel(), (index, like.device)
         found = self._buffers.get(key)
-        if found is None or found.numel() < size or found.dtype != dtype:
-            found = self._buffers[key] = torch.empty(size, dtype=dtype, device=like.device)
+        if found is None or found.numel() < size:
+            found = self._buffers[key] = torch.empty(size, dtype=torch.float32, device=like.device)
         return found[:size].view(like.shape)
 
     def release(self) -> None:

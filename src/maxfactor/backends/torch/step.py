@@ -14,7 +14,7 @@ from maxfactor.backends.step_io import StepResult
 from maxfactor.backends.torch.batch import SMALL, Batch
 from maxfactor.backends.torch.blocks import Scratch
 from maxfactor.distributed.gradients import local_gradients
-from maxfactor.distributed.owner_exchange import orthogonalize_
+from maxfactor.distributed.owner_exchange import orthogonalize_by_owners_
 from maxfactor.distributed.placement import is_sharded
 from maxfactor.distributed.reductions import Reduction, process_groups, reduce_all
 from maxfactor.rule.newton_schulz import orthogonal
@@ -118,13 +118,13 @@ def run_alone(batches: Iterator[Batch], inputs: Sequence[StepInput], *, check: b
         for batch in batches:
             rounds = batch.rounds()
             _finish_alone(batch, rounds, next(rounds), sizes)
-        return StepResult(in_order(sizes, inputs))
+        return StepResult(sizes_in_order(sizes, inputs))
     started = [(batch, rounds := batch.rounds(), next(rounds)) for batch in batches]
     if bad := nonfinite([(batch, first[0].value) for batch, _, first in started]):
         return StepResult(nonfinite=[each.name for each in inputs if id(each) in bad])
     for batch, rounds, first in started:
         _finish_alone(batch, rounds, first, sizes)
-    return StepResult(in_order(sizes, inputs))
+    return StepResult(sizes_in_order(sizes, inputs))
 
 
 def _finish_alone(
@@ -162,11 +162,11 @@ def run_on_all(
     for _ in range(ROUNDS - 1):
         reductions = [each.send(own) for each, own in zip(rounds, answers, strict=True)]
         answers = split_like(reduce_all([r for own in reductions for r in own], groups), reductions)
-    orthogonalize_([b.travelling for b in batches if b.travelling is not None], orthogonal)
+    orthogonalize_by_owners_([b.exchanged for b in batches if b.exchanged is not None], orthogonal)
     sizes: dict[int, Scalar] = {}
     for batch, each, own in zip(batches, rounds, answers, strict=True):
         sizes.update(zip(map(id, batch.inputs), finish(each, own), strict=True))
-    return StepResult(in_order(sizes, inputs))
+    return StepResult(sizes_in_order(sizes, inputs))
 
 
 def nonfinite(sums: Sequence[tuple[Batch, Tensor]]) -> set[int]:
@@ -199,6 +199,6 @@ def finish(rounds: Rounds, answer: list[Tensor]) -> list[Scalar]:
     raise AssertionError("a step has three rounds")
 
 
-def in_order(sizes: dict[int, Scalar], inputs: Sequence[StepInput]) -> list[Scalar]:
+def sizes_in_order(sizes: dict[int, Scalar], inputs: Sequence[StepInput]) -> list[Scalar]:
     """The step sizes in the order of the inputs; 0 for an empty parameter."""
     return [sizes.get(id(each), 0.0) for each in inputs]
