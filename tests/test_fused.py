@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -86,10 +86,17 @@ if DEVICE == "cpu":
 STEPS = 4 if DEVICE == "cuda" else 3
 
 
+def shapes_for(variant: str, variants: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """All shapes on a GPU; in the interpreter every second one, the others in the next variant."""
+    first = list(variants).index(variant) % 2
+    return ALL if DEVICE == "cuda" else dict(list(ALL.items())[first::2])
+
+
 @pytest.mark.parametrize(("version", "variant"), PAIRS)
 def test_maxfactor(version: str, variant: str) -> None:
     settings = arguments(published(version), VARIANTS[variant])
-    cases = {name: problem(shape, steps=STEPS) for name, shape in ALL.items()}
+    shapes = ALL if variant == "as published" else shapes_for(variant, VARIANTS)
+    cases = {name: problem(shape, steps=STEPS) for name, shape in shapes.items()}
     optimizer, params = run(MaxFactor, cases, settings, STEPS)
     compare(optimizer, params, expected(cases, rule.MaxFactorSettings(**settings), STEPS))
 
@@ -97,7 +104,8 @@ def test_maxfactor(version: str, variant: str) -> None:
 @pytest.mark.parametrize("variant", ADAFACTOR_VARIANTS)
 def test_adafactor(variant: str) -> None:
     settings = ADAFACTOR_VARIANTS[variant]
-    cases = {name: problem(shape, steps=STEPS) for name, shape in ALL.items()}
+    shapes = ALL if variant == "relative" else shapes_for(variant, ADAFACTOR_VARIANTS)
+    cases = {name: problem(shape, steps=STEPS) for name, shape in shapes.items()}
     optimizer, params = run(Adafactor, cases, settings, STEPS)
     compare(optimizer, params, expected(cases, rule.AdafactorSettings(**settings), STEPS))
 
