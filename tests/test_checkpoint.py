@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from maxfactor import Adafactor, MaxFactor, recipe
+from maxfactor import Adafactor, MaxFactor, Switches, recipe
 from test_torch_contract import inject, net, train
 
 by_class = pytest.mark.parametrize("cls", [MaxFactor, Adafactor])
@@ -224,5 +224,6 @@ def test_a_checkpoint_without_a_newer_setting_takes_its_default() -> None:
     del saved["param_groups"][0]["switches"]["mean_eps"]
     fresh = MaxFactor(model.parameters(), **recipe("published-0.3"))
     fresh.load_state_dict(saved)
-    assert "mean_eps" not in fresh.param_groups[0]["switches"]
+    assert fresh.param_groups[0]["switches"]["kappa_bounds"] == (0.001, 0.999)
+    assert fresh._settings(0).rules.matrix.count_eps == Switches().mean_eps
     train(fresh, list(model.parameters()), range(2, 3))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from maxfactor.distributed.placement import is_sharded, shards_of
+from maxfactor.distributed.placement import is_sharded, is_strided, shards_of
 from maxfactor.settings import BLOCK
 from maxfactor.state import blocks_of, factoring
 
@@ -94,7 +94,7 @@ def is_scattered(each: StepInput) -> bool:
         for i, dim in cuts:
             before = math.prod(param.shape[d] for d in part if d < dim)
             ranks = math.prod(param.device_mesh.size(j) for j, other in cuts if other == dim)
-            strided = hasattr(param.placements[i], "split_factor")
+            strided = is_strided(param.placements[i])
             if before > 1 or (strided and param.shape[dim] % ranks):
                 return True
     return False

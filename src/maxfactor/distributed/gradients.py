@@ -52,7 +52,7 @@ def all_zero(inputs: Sequence[StepInput]) -> bool:
     """Whether every gradient is zero, on all ranks."""
     largest = torch.stack([_largest(local(each.grad)) for each in inputs])
     groups = process_groups(each.param for each in inputs)
-    groups += {g: None for each in inputs for g in groups_to_sum(each) if g not in groups}
+    groups = list(dict.fromkeys([*groups, *(g for each in inputs for g in groups_to_sum(each))]))
     (found,) = reduce_all([Reduction(largest, groups, is_sum=False)], groups)
     # Waits for the device; called only before the first step, and only if lr is 0.
     return not any(found.tolist())
