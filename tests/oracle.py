@@ -175,7 +175,9 @@ def fresh_state(rule: Rule, shape: tuple[int, ...]) -> State:
         if len(shape) > 1 and isinstance(rule.momentum, dict):
             state["band_sums"] = np.zeros((3, (FAM | rule.momentum)["bands"]))
     if rule.scale == "initial":
-        state["initial_rms"] = _float64(0.0)
+        fan_in = math.prod(shape[1:])
+        is_matrix = len(shape) > 1 and math.prod(shape) > 0
+        state["initial_rms"] = _float64(1.0 / math.sqrt(3.0 * fan_in) if is_matrix else 0.0)
     return {"step": _float64(0.0), **state}
 
 
@@ -190,7 +192,7 @@ def one_step(
     lr = _at(rule.lr, t)
     size = rms(w)
     if rule.scale == "initial" and w.size > 0:
-        first = size if t == 1 else float(state["initial_rms"])
+        first = max(float(state["initial_rms"]), size if t == 1 else 0.0)
         state = {**state, "initial_rms": _float64(first)}
         size = first if first > 0.0 else size
     alpha = step_size(rule, lr, t, size)

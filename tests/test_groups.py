@@ -273,10 +273,10 @@ def test_fam() -> None:
     )
     common = ["factored", asdict(FAM(beta_max=0.84)), "int8"]
     assert found == {
-        "hidden": [*common, 0.01, 0.04],
-        "embedding": [*common, 0.01, 0.02],
-        "head": [*common, 0.01, 0.02],
-        "vector": [*common, 0.0, 0.01],
+        "hidden": [*common, 0.01, 0.08],
+        "embedding": [*common, 0.01, 0.04],
+        "head": [*common, 0.01, 0.04],
+        "vector": [*common, 0.0, 0.02],
     }
     assert all(d == [math.inf] for d in settings_by_kind("fast", "d").values())
 
@@ -284,15 +284,19 @@ def test_fam() -> None:
 def test_speech() -> None:
     found = settings_by_kind("quality", "direction", "momentum", "nesterov", "weight_decay", "lr")
     adaptive = asdict(FAM(beta_max=0.92))
-    others = ["factored", adaptive, False, 0.03, 0.02]
+    others = ["factored", adaptive, False, 0.03, 0.04]
     assert found == {
-        "hidden": ["orthogonal", 0.9, True, 0.03, 0.02],
+        "hidden": ["orthogonal", 0.9, True, 0.03, 0.04],
         "embedding": others,
         "head": others,
-        "vector": ["factored", adaptive, False, 0.0, 0.005],
+        "vector": ["factored", adaptive, False, 0.0, 0.01],
     }
     assert all(d == [math.inf] for d in settings_by_kind("quality", "d").values())
-    scales = settings_by_kind("quality", "scale")
+
+
+@pytest.mark.parametrize("name", ["fast", "quality"])
+def test_recipes_scale_by_the_initial_size(name: Any) -> None:
+    scales = settings_by_kind(name, "scale")
     assert scales.pop("vector") == ["current"]
     assert all(scale == ["initial"] for scale in scales.values())
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers.pytorch_utils import Conv1D
 
-from maxfactor import for_model
+from maxfactor import RecipeName, for_model
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
 STEM: dict[str, Any] = {"conv_dim": (16, 24), "conv_stride": (5, 2), "conv_kernel": (10, 3)}
@@ -285,3 +287,28 @@ def test_spectrum_speaks_of_parameters_by_name() -> None:
     optimizer.step()
     kinds = dict(EXPECTED)[whisper]  # FAM adapts matrices; the hidden ones have a fixed memory
     assert sorted(optimizer.spectrum()) == sorted(kinds["conv"] + kinds["embedding"])
+
+
+def test_adapters_of_peft_are_a_kind_of_their_own() -> None:
+    model: Any = llama()
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    [group] = for_model(adapted, "quality").param_groups
+    assert group["kind"] == "adapter"
+    assert len(group["params"]) == 4
+    assert all(".lora_" in name for name in group["param_names"])
+
+
+@pytest.mark.parametrize("recipe", ["quality", "fast", "lean"])
+def test_adapters_that_begin_at_zero_move_by_their_shape(recipe: RecipeName) -> None:
+    torch.manual_seed(0)
+    model: Any = llama()
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+    optimizer = for_model(adapted, recipe, lr=0.01)
+    tokens = torch.arange(12).reshape(2, 6)
+    for _ in range(2):  # the first step leaves lora_A alone, as lora_B is zero
+        adapted(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    [b] = [param for name, param in adapted.named_parameters() if ".lora_B" in name]
+    # Two steps of 0.01 / sqrt(3 * 4), in the same direction at most.
+    assert 0.5 < float(b.detach().square().mean().sqrt()) / (0.01 / math.sqrt(12)) < 2.1

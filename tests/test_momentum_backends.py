@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,6 +112,20 @@ def test_counters_that_differ(backend: str) -> None:
     for param, (weight, state) in zip(params, expected, strict=True):
         torch.testing.assert_close(param.detach(), weight, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(optimizer.state[param]["initial_rms"], state["initial_rms"])
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_matrix_that_begins_at_zero_is_sized_by_its_shape(backend: str, direction: str) -> None:
+    cases = []
+    for shape in [(6, 5), (4, 3, 2), (5,)]:
+        cases.append(replace(problem(shape, steps=3, seed=1), weight=torch.zeros(shape)))
+    settings = settings_for("nesterov", "fp32", direction, "initial") | {"lr": 0.1}
+    compare_with_rule(settings, cases, backend)
+    param = torch.nn.Parameter(torch.zeros(6, 5))
+    param.grad = torch.randn(6, 5, generator=torch.Generator().manual_seed(2))
+    optimizer = MaxFactor([param], foreach=backend == "foreach", fused=False, **settings)
+    optimizer.step()
+    assert optimizer.effective_lr() == pytest.approx([0.1 / math.sqrt(3 * 5)])
 
 
 @pytest.mark.parametrize("direction", ["sign_max", "factored"])

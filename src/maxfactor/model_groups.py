@@ -39,7 +39,7 @@ INPUT_WIDTHS = (
 )
 
 # A tied weight has several owners. Its kind is the first of these among those of its owners.
-PRECEDENCE = ("embedding", "head", "conv", "hidden", "vector")
+PRECEDENCE = ("adapter", "embedding", "head", "conv", "hidden", "vector")
 
 
 def for_model(
@@ -56,6 +56,7 @@ def for_model(
         conv       convolutions, and other tensors of three and more dimensions
         embedding  embeddings, positional tables, and heads tied to an embedding
         head       the output projection to the vocabulary, if it is not tied
+        adapter    matrices that PEFT adds to a layer, such as LoRA's
         vector     norms, biases, scalars: without weight decay
 
     A head is a layer that the model names as such (`get_output_embeddings()` of transformers), or a
@@ -191,10 +192,12 @@ def _check_shapes(model: nn.Module) -> None:
 
 def _kinds(model: nn.Module) -> dict[Tensor, str]:
     """The kind of every parameter."""
-    heads = _heads(model)
+    heads, adapters = _heads(model), _adapters(model)
     kinds: dict[Tensor, str] = {}
     for module, key, param in _owned(model):
         kind = _kind(module, key, param, is_head=module in heads)
+        if module in adapters and kind != "vector":
+            kind = "adapter"
         kinds[param] = min(kinds.get(param, kind), kind, key=PRECEDENCE.index)
     return kinds
 
@@ -266,6 +269,18 @@ def _heads(model: nn.Module) -> set[nn.Module]:
         if isinstance(named, nn.Module):
             heads.update(named.modules())
     return heads
+
+
+def _adapters(model: nn.Module) -> set[nn.Module]:
+    """The modules that PEFT has added to layers of the model."""
+    added: set[nn.Module] = set()
+    for module in model.modules():
+        # By name, to avoid importing peft.
+        if any(cls.__name__ == "BaseTunerLayer" for cls in type(module).__mro__):
+            base = getattr(module, "base_layer", None)
+            own = set(base.modules()) if isinstance(base, nn.Module) else set()
+            added.update(set(module.modules()) - own)
+    return added
 
 
 def _is_linear(module: nn.Module) -> bool:

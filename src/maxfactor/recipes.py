@@ -17,7 +17,7 @@ RecipeName = Literal[
 RECIPES: tuple[RecipeName, ...] = get_args(RecipeName)
 
 # The kinds of parameters in `for_model`, in the order of its groups.
-KINDS = ("hidden", "conv", "embedding", "head", "vector")
+KINDS = ("hidden", "conv", "embedding", "head", "adapter", "vector")
 
 
 @dataclass(frozen=True)
@@ -86,22 +86,32 @@ PUBLISHED: dict[RecipeName, dict[str, Any]] = {
 
 # Our own recipes: version 1.0 with these changes.
 OWN: dict[RecipeName, Recipe] = {
-    "lean": Recipe({**COMMON, "lr": 0.028, "weight_decay": 0.0, "direction": "factored"}),
+    "lean": Recipe(
+        {
+            **COMMON,
+            "lr": 0.028,
+            "weight_decay": 0.0,
+            "direction": "factored",
+            "scale": "initial",
+        }
+    ),
     "fast": Recipe(
         {
             **COMMON,
             "momentum": FAM(beta_max=0.84),
             "momentum_dtype": "int8",
-            "lr": 0.04,
+            "lr": 0.08,
             "weight_decay": 0.01,
             "direction": "factored",
             "d": math.inf,  # (10) bounds the input of the momentum
+            "scale": "initial",
             "switches": Switches(decay_by="relative_step"),
         },
         {
             "embedding": {"lr_share": 0.5},
             "head": {"lr_share": 0.5},  # as when it is tied to the embedding
-            "vector": {"lr_share": 0.25},
+            # Biases start at or near zero, so their initial RMS would give tiny steps.
+            "vector": {"scale": "current", "lr_share": 0.25},
         },
     ),
     "quality": Recipe(
@@ -109,7 +119,7 @@ OWN: dict[RecipeName, Recipe] = {
             **COMMON,
             "momentum": FAM(beta_max=0.92),
             "momentum_dtype": "int8",
-            "lr": 0.02,
+            "lr": 0.04,
             "weight_decay": 0.03,
             "direction": "factored",
             "d": math.inf,
@@ -118,7 +128,7 @@ OWN: dict[RecipeName, Recipe] = {
         },
         {
             "hidden": {"direction": "orthogonal", "momentum": 0.9, "nesterov": True},
-            # Biases start at or near zero, so their initial RMS would give tiny steps.
+            "adapter": {"direction": "orthogonal", "momentum": 0.9, "nesterov": True},
             "vector": {"scale": "current", "lr_share": 0.25},
         },
     ),

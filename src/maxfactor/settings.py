@@ -41,7 +41,7 @@ BLOCK = 64  # values of a row that share an int8 scale, and the length of a DCT
 SHARED_SEED = 0  # default seed of the rounding noise with several processes
 
 FactorMode = Literal["auto", "last"]
-StepRule = Literal["relative", "ramp"]
+StepRule = Literal["relative", "uncapped", "ramp"]
 DecayBy = Literal["lr", "relative_step", "step_size"]
 VectorDirection = Literal["sign_max", "update"]
 Direction = Literal["sign_max", "factored", "orthogonal"]
@@ -71,6 +71,7 @@ class TensorRule:
     kappa_high: float = 1.0
     # (2) (3) the step size
     min_lr: float = 0.0
+    is_capped: bool = True  # rho = min(lr, 1/sqrt(t)), else lr
     eps2: float
     ramps: bool = False  # version 0.2: alpha = min(lr, size * min(1e-6 t, 1/sqrt(t)))
     absolute: bool = False  # Adafactor with an lr: alpha = lr
@@ -411,7 +412,7 @@ class MaxFactorSettings(Settings):
             "max_norm", "scalar_boost", "clip_threshold", "full_matrix", "step_rule", "factor"
         ):  # fmt: skip
             value, default = getattr(self.switches, name), getattr(Switches, name)
-            if value != default:
+            if value not in (default, "uncapped"):
                 raise ValueError(
                     f"{name}={value!r} cannot be combined with {newer}; set {name}={default!r}, or "
                     "momentum=None and direction='sign_max' for a published version"
@@ -451,6 +452,7 @@ class MaxFactorSettings(Settings):
             kappa_low=low,
             kappa_high=high,
             min_lr=switches.min_lr,
+            is_capped=switches.step_rule != "uncapped",
             ramps=switches.step_rule == "ramp",
             keeps_initial_rms=self.scale == "initial",
             decays_by_lr=switches.decay_by == "lr",

@@ -139,8 +139,21 @@ def init_state(param: Tensor, rule: TensorRule, *, step_on_device: bool = False)
         for key, shape in state_shapes(tuple(param.shape), rule).items()
         if key != "step"
     }
+    if rule.keeps_initial_rms:
+        state["initial_rms"].fill_(size_from_shape(tuple(param.shape)))
     device = param.device if step_on_device else "cpu"
     return {"step": torch.zeros((), dtype=torch.float32, device=device), **state}
+
+
+def size_from_shape(shape: Shape) -> float:
+    """The least RMS that `scale="initial"` assumes for a matrix, which may begin at zero.
+
+    It is the RMS with which torch.nn.Linear begins, whose weights are uniform within
+    1 / sqrt(fan_in). 0 for a vector, whose shape says nothing about its size.
+    """
+    if len(shape) < 2 or math.prod(shape) == 0:
+        return 0.0
+    return 1.0 / math.sqrt(3.0 * math.prod(shape[1:]))
 
 
 def _zeros(param: Tensor, key: str, shape: Shape, dtype: torch.dtype, rule: TensorRule) -> Tensor:

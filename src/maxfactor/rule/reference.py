@@ -96,22 +96,25 @@ def statistic_weight(t: Scalar, rule: TensorRule) -> Scalar:
 def weight_size(size: Tensor, initial: Tensor | None, t: Scalar) -> tuple[Tensor, State]:
     """The RMS that (3) scales by, and its new state; `size` is the present RMS(W).
 
-    `initial` is the state's `initial_rms`, or None with scale="current". A parameter whose initial
-    RMS is 0 is scaled by its present RMS.
+    `initial` is the state's `initial_rms`, or None with scale="current". Before the first step it
+    is the size that the shape suggests, which is the least size of a matrix. A vector that begins
+    at zero is scaled by its present RMS.
     """
     if initial is None:
         return size, {}
-    # No host sync for a counter on the device.
-    first = torch.where(t == 1, size, initial) if isinstance(t, Tensor) else initial
-    if not isinstance(t, Tensor) and t == 1:
-        first = size
+    first = initial
+    if isinstance(t, Tensor):  # no host sync for a counter on the device
+        first = torch.where(t == 1, torch.maximum(size, initial), initial)
+    elif t == 1:
+        first = torch.maximum(size, initial)
     first = first.to(torch.float32)
     return torch.where(first > 0, first, size), {"initial_rms": first}
 
 
 def relative_step(t: Scalar, lr: Scalar, rule: TensorRule) -> Scalar:
     """Equation (2): rho = min(lr, 1/sqrt(t)), at least `min_lr`, but 0 for lr = 0."""
-    return larger(smaller(lr, t**-0.5), rule.min_lr) * (lr > 0)  # (2)
+    capped = smaller(lr, t**-0.5) if rule.is_capped else lr
+    return larger(capped, rule.min_lr) * (lr > 0)  # (2)
 
 
 def step_size(size: Scalar, t: Scalar, lr: Scalar, rule: TensorRule) -> Scalar:

@@ -102,6 +102,7 @@ def flags_of(rule: TensorRule, shape: Shape, dtype: torch.dtype) -> Flag:
         Flag.INITIAL: rule.keeps_initial_rms,
         Flag.BOOSTED: rule.boost is not None,
         Flag.RAMP: rule.ramps,
+        Flag.UNCAPPED: not rule.is_capped,
         Flag.DECAY_BY_LR: rule.decays_by_lr,
         Flag.DECAY_BY_RHO: rule.decays_by_rho,
         Flag.ADAFACTOR: is_adafactor,

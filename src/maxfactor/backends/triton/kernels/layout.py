@@ -264,6 +264,7 @@ class Flag(IntFlag):
     BOOSTED = auto()  # version 0.3's rule for a single value
     ADAFACTOR = auto()
     RAMP = auto()  # version 0.2's step size
+    UNCAPPED = auto()  # the relative step is lr itself
     DECAY_BY_LR = auto()  # else by alpha, or
     DECAY_BY_RHO = auto()  # by the relative step
     ABSOLUTE = auto()  # Adafactor's step size is lr itself

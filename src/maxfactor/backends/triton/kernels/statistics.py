@@ -252,14 +252,16 @@ def tensor_scalars(entry, setting, weight_squares, scalars, skip):
     size = tl.sqrt_rn(mean)
     if (flags & FLAG.INITIAL) != 0:
         initial = tl.load(entry + COLUMN.INITIAL_RMS).to(tl.pointer_type(tl.float32))
-        at_first = tl.where(t == 1.0, size, tl.load(initial))
+        at_first = tl.load(initial)
+        at_first = tl.where(t == 1.0, tl.maximum(size, at_first), at_first)
         if skip == 0:
             tl.store(initial, at_first)
         size = tl.where(at_first > 0.0, at_first, size)
     size = tl.maximum(size, tl.load(setting + SETTING.EPS2))
     lr = tl.load(tl.load(entry + COLUMN.LR).to(tl.pointer_type(tl.float32)))
     root = 1.0 / tl.sqrt_rn(t)
-    rho = tl.maximum(tl.minimum(lr, root), tl.load(setting + SETTING.MIN_LR))  # (2)
+    cap = tl.where((flags & FLAG.UNCAPPED) != 0, lr, root)
+    rho = tl.maximum(tl.minimum(lr, cap), tl.load(setting + SETTING.MIN_LR))  # (2)
     alpha = tl.where(lr > 0.0, rho * size, 0.0)  # (3)
     ramp = tl.minimum(size * tl.minimum(1e-6 * t, root), lr)
     alpha = tl.where((flags & FLAG.RAMP) != 0, ramp, alpha)
