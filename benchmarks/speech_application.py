@@ -8,11 +8,11 @@ from maxfactor_speech.data.batches import (
     evaluation_batches,
     seconds_needed,
 )
-from maxfactor_speech.data.corpus import Split
+from maxfactor_speech.data.corpus import Split, draw
 from maxfactor_speech.data.espeak import Espeak, Location
 from maxfactor_speech.data.features import HOP, log_mel
 from maxfactor_speech.data.shards import Utterance
-from maxfactor_speech.data.synthesis import Script, render
+from maxfactor_speech.data.synthesis import VOICES, Script, SpeechRequest, render
 from maxfactor_speech.data.synthesis import synthesise as synthesise_shards
 from maxfactor_speech.data.tokens import IGNORED, Codec
 from maxfactor_speech.training.evaluation import decode, in_batches
@@ -29,6 +29,7 @@ __all__ = [
     "LOG_EVERY",
     "MAX_TOKENS",
     "SAMPLE_RATE",
+    "VOICES",
     "Codec",
     "Espeak",
     "Location",
@@ -37,12 +38,14 @@ __all__ = [
     "Script",
     "Settings",
     "Size",
+    "SpeechRequest",
     "Split",
     "Trainer",
     "Utterance",
     "Utterances",
     "collate",
     "decode",
+    "draw",
     "evaluation_batches",
     "in_batches",
     "log_mel",

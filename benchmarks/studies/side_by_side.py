@@ -13,7 +13,7 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from studies.training import serve
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from measurement import Record
-    from studies.runs import Run
 
 ATTEMPTS = 2  # at a run that fails; the second one without CUDA graphs
 STOPPED_WITHIN = 5.0  # seconds that a worker has to end
@@ -32,13 +31,29 @@ MPS_VARIABLES = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 MPS_PROBE = "import torch; torch.ones(9, device='cuda').sum().item()"
 
 
+class Job(Protocol):
+    """A training that a worker does."""
+
+    @property
+    def key(self) -> str:
+        """A digest by which it is found again."""
+
+    @property
+    def jobs(self) -> int:
+        """How many small trainings it counts for."""
+
+    @property
+    def described(self) -> Record:
+        """How it is stored."""
+
+
 @dataclass
 class Worker:
     """A process that does one run after another."""
 
     process: BaseProcess
     connection: Connection
-    task: Run | None = None
+    task: Job | None = None
 
 
 class Workers:
@@ -49,17 +64,26 @@ class Workers:
         device: What to train on.
         jobs: How many small runs at a time; a large one counts for several.
         graph: The most that a CUDA graph may hold: "whole", "half" or "eager".
+        serve: What a worker process runs.
     """
 
-    def __init__(self, cache: Path, device: str, jobs: int, graph: str = "whole") -> None:
+    def __init__(
+        self,
+        cache: Path,
+        device: str,
+        jobs: int,
+        graph: str = "whole",
+        serve: Callable[[Connection, Path, str], None] = serve,
+    ) -> None:
         self._cache, self._device, self._jobs, self._graph = cache, device, jobs, graph
+        self._serve = serve
         self._workers: list[Worker] = []
         self._failures: Counter[str] = Counter()
         self.errors: list[Record] = []
 
     def work(
         self,
-        pending: Callable[[], list[Run]],
+        pending: Callable[[], Sequence[Job]],
         deadline: float,
         keep: Callable[[Record], None],
     ) -> bool:
@@ -77,7 +101,7 @@ class Workers:
         finally:
             self._stop()
 
-    def _hand_out(self, runs: list[Run]) -> None:
+    def _hand_out(self, runs: Sequence[Job]) -> None:
         running = {worker.task.key for worker in self._workers if worker.task is not None}
         used = sum(worker.task.jobs for worker in self._workers if worker.task is not None)
         for run in runs:
@@ -97,7 +121,7 @@ class Workers:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(
-            target=serve, args=(theirs, self._cache, self._device), daemon=True
+            target=self._serve, args=(theirs, self._cache, self._device), daemon=True
         )
         process.start()
         theirs.close()  # or the end of the process would not be noticed

@@ -1,0 +1,151 @@
+"""The suite: recipes at their own rates against peers at their best, on tasks in five families.
+
+    python benchmarks/studies/suite/main.py peers --device cuda --minutes 9 --jobs 14 --out runs
+    python benchmarks/studies/suite/main.py ours --device cuda --minutes 9 --jobs 14 --out runs
+    python benchmarks/studies/suite/main.py choice --device cuda --minutes 9 --jobs 14 --out runs
+    python benchmarks/studies/suite/main.py show --out runs       # development data
+    python benchmarks/studies/suite/main.py report --out runs     # test data, looked at once
+
+Errors on development data go to OUT/trials.jsonl and choose rates and settings. Errors on test data
+go to OUT/test.jsonl, which only `report` reads. A finished trial is not run again, so the same
+command resumes after an interruption.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks/
+
+from studies.side_by_side import Workers, shared_gpu
+from studies.suite import speech_data
+from studies.suite.optimizers import MORE_PEERS, OURS, PEERS
+from studies.suite.search import Search, peer_search, read_records
+from studies.suite.show import print_rows
+from studies.suite.tasks import MAIN, TASKS, base_path
+from studies.suite.training import serve
+from studies.suite.trials import Trial, base_trial
+from studies.suite.variants import VARIANTS, own_search, variant_search
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from measurement import Record
+
+TABLES = ("peers", "more", "ours", "choice")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run trials, or show what is known."""
+    begun = time.monotonic()
+    options = parsed(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    searches = searches_of(options)
+    if options.table in TABLES:
+        is_done = run(searches, options, begun + 60.0 * options.minutes)
+        if not is_done:
+            print("not complete; run the same command again to continue", flush=True)
+    print_rows(searches, read_records(options.out / "trials.jsonl"))
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("table", choices=(*TABLES, "show"))
+    parser.add_argument("--tasks", default=",".join(MAIN), help="separated by commas")
+    parser.add_argument("--optimizers", help="separated by commas; default: all of the table")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--jobs", type=int, default=2, help="trainings side by side")
+    parser.add_argument("--out", type=Path, default=Path("runs"))
+    parser.add_argument("--cache", type=Path, help="of data; default: OUT/cache")
+    parser.add_argument("--quick", action="store_true", help="tiny, to test the program")
+    return parser.parse_args(arguments)
+
+
+def searches_of(options: argparse.Namespace) -> list[Search]:
+    """The rows of a table on the tasks that were asked for."""
+    tasks = options.tasks.split(",")
+    for task in tasks:
+        if task not in TASKS:
+            raise SystemExit(f"unknown task {task!r}; known tasks: {', '.join(TASKS)}")
+
+    def trial(task: str, optimizer: str, lr: float) -> Trial:
+        return Trial(task, optimizer, lr, quick=options.quick)
+
+    names = {
+        "peers": PEERS,
+        "more": MORE_PEERS,
+        "ours": OURS,
+        "choice": VARIANTS,
+        "show": [*PEERS, *MORE_PEERS, *OURS, *VARIANTS],
+    }[options.table]
+    if options.optimizers:
+        names = options.optimizers.split(",")
+    searches = []
+    for name in names:  # one after another on all tasks, so that time is shared by the tasks
+        for task in tasks:
+            if name in PEERS or name in MORE_PEERS:
+                searches.append(peer_search(name, task, trial))
+            elif name in OURS and options.table != "choice":
+                searches.append(own_search(name, task, trial))
+            elif (search := variant_search(name, task, trial)) is not None:
+                searches.append(search)
+    return searches
+
+
+def run(searches: Sequence[Search], options: argparse.Namespace, deadline: float) -> bool:
+    """Run what is due until the deadline; return whether everything was done."""
+    cache = options.cache or options.out / "cache"
+    path, sealed = options.out / "trials.jsonl", options.out / "test.jsonl"
+    known = read_records(path)
+    with shared_gpu(options.device) as works:
+        if any(TASKS[search.trial.task].is_speech for search in searches):
+            speech_data.synthesise(cache, os.cpu_count() or 1, options.quick)
+        print(f"data: {time.monotonic() - deadline + 60 * options.minutes:.0f} s", flush=True)
+        if options.device.startswith("cuda"):
+            print(f"MPS: {works()}", flush=True)
+
+        def pending() -> list[Trial]:
+            due = {trial.key: trial for search in searches for trial in search.due(known)}
+            bases = {
+                base.key: base
+                for trial in due.values()
+                if (base := needed_base(trial, cache)) is not None
+            }
+            ready = [trial for trial in due.values() if needed_base(trial, cache) is None]
+            first = [base for key, base in bases.items() if key not in due]
+            return [*first, *sorted(ready, key=lambda trial: not trial.is_base)]
+
+        def keep(record: Record) -> None:
+            test = record.pop("test")
+            known[record["key"]] = record
+            for target, line in ((path, record), (sealed, test)):
+                with target.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            shown = Trial(**record["trial"])
+            error = record.get("wer", record.get("nats"))
+            print(f"{shown}: {error} ({record['seconds']} s, {record['graph']})", flush=True)
+
+        workers = Workers(cache, options.device, options.jobs, serve=serve)
+        return workers.work(pending, deadline, keep)
+
+
+def needed_base(trial: Trial, cache: Path) -> Trial | None:
+    """The trial that has to be run before, if its model is not stored yet."""
+    base = TASKS[trial.task].base
+    if base is None or base_path(cache, base, trial.quick).exists():
+        return None
+    return base_trial(base, trial.quick)
+
+
+if __name__ == "__main__":
+    main()

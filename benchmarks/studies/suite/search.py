@@ -1,0 +1,136 @@
+"""What is tried: the learning rates, shares and seeds of every optimizer on every task."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from statistics import mean
+from typing import TYPE_CHECKING
+
+from studies.suite.optimizers import ALL_PEERS
+from studies.suite.tasks import TASKS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from measurement import Record
+    from studies.suite.trials import Trial
+
+SEEDS = (0, 1, 2)
+EXTENSIONS = 2  # rates beyond the lowest or highest one
+Known = dict[str, "Record"]
+
+
+@dataclass(frozen=True)
+class Search:
+    """An optimizer on a task: rates with the first seed, then shares, then more seeds at the best.
+
+    Args:
+        name: Of the row in a table.
+        trial: Task, optimizer and settings.
+        rates: Learning rates that are tried.
+        shares: AdamW's shares of the rate: the first with every rate, the others at the best.
+        extends: Whether the search goes on beyond the lowest and highest rate if that is the best.
+        seeds: At the best rate.
+        always: A rate that gets all seeds whether it is the best or not: a recipe's own.
+    """
+
+    name: str
+    trial: Trial
+    rates: tuple[float, ...]
+    shares: tuple[float, ...] = (0.0,)
+    extends: bool = True
+    seeds: tuple[int, ...] = SEEDS
+    always: float | None = None
+
+    def due(self, known: Known) -> list[Trial]:
+        """The trials that have to be run next, with what is known by now."""
+        first = [self.at(rate) for rate in self.rates]
+        missing = [trial for trial in first if trial.key not in known]
+        own = [] if self.always is None else [self.at(self.always, seed=s) for s in self.seeds]
+        if missing:
+            return [*missing, *(trial for trial in own if trial.key not in known)]
+        rates = self._extended(known)
+        due = [self.at(rate) for rate in rates if self.at(rate).key not in known]
+        if not due:
+            best = self.best(known)
+            shared = [self.at(best.lr, share) for share in self.shares]
+            due = [trial for trial in shared if trial.key not in known]
+        if not due:
+            best = self.best(known)
+            seeds = [replace(best, seed=seed) for seed in self.seeds]
+            due = [trial for trial in (*own, *seeds) if trial.key not in known]
+        return list({trial.key: trial for trial in due}.values())
+
+    def at(self, lr: float, share: float | None = None, seed: int = 0) -> Trial:
+        """The trial at a rate."""
+        return replace(
+            self.trial, lr=lr, share=self.shares[0] if share is None else share, seed=seed
+        )
+
+    def _extended(self, known: Known) -> list[float]:
+        """The rates, with further ones beyond an end that is the best."""
+        rates = sorted(self.rates)
+        if not self.extends:
+            return rates
+        for _ in range(EXTENSIONS):
+            tried = [rate for rate in rates if self.at(rate).key in known]
+            best = min(tried, key=lambda rate: error_of(known[self.at(rate).key]))
+            if best == rates[0]:
+                rates.insert(0, float(f"{rates[0] / 2:.4g}"))
+            elif best == rates[-1]:
+                rates.append(float(f"{rates[-1] * 2:.4g}"))
+            else:
+                break
+            if self.at(rates[0]).key not in known or self.at(rates[-1]).key not in known:
+                break
+        return rates
+
+    def tried(self, known: Known) -> list[Trial]:
+        """Trials with the first seed that have been run."""
+        rates = set(self.rates)
+        if self.extends:
+            lowest, highest = min(rates), max(rates)
+            for power in range(1, EXTENSIONS + 1):
+                rates |= {float(f"{lowest / 2**power:.4g}"), float(f"{highest * 2**power:.4g}")}
+        trials = [self.at(rate, share) for rate in sorted(rates) for share in self.shares]
+        return [trial for trial in trials if trial.key in known]
+
+    def best(self, known: Known) -> Trial:
+        """The trial with the smallest error on development data."""
+        return min(self.tried(known), key=lambda trial: error_of(known[trial.key]))
+
+    def errors(self, trial: Trial, known: Known) -> list[float]:
+        """The errors of a trial's seeds that have been run."""
+        seeds = [replace(trial, seed=seed) for seed in self.seeds]
+        return [error_of(known[each.key]) for each in seeds if each.key in known]
+
+    def is_complete(self, known: Known) -> bool:
+        """Whether nothing is left to run."""
+        return not self.due(known)
+
+
+def error_of(record: Record) -> float:
+    """What a record is judged by."""
+    return float(record["wer"] if "wer" in record else record["nats"])
+
+
+def mean_error(search: Search, trial: Trial, known: Known) -> float:
+    """The mean over seeds."""
+    return mean(search.errors(trial, known))
+
+
+def peer_search(name: str, task: str, trial: Callable[..., Trial]) -> Search:
+    """A peer on a task."""
+    peer = ALL_PEERS[name]
+    rates = peer.rates_for(TASKS[task].family)
+    return Search(name, trial(task, name, rates[0]), rates, peer.shares)
+
+
+def read_records(path: Path) -> Known:
+    """Records by their keys; the last of equal keys counts."""
+    if not path.exists():
+        return {}
+    records: Iterable[Record] = map(json.loads, path.read_text().splitlines())
+    return {record["key"]: record for record in records}

@@ -1,0 +1,74 @@
+"""A trial: one optimizer with one learning rate and seed on one task."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from measurement import Record
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Everything that decides what a training computes.
+
+    Args:
+        task: A name in TASKS.
+        optimizer: A recipe of ours, or a name in PEERS.
+        lr: The highest learning rate.
+        seed: Of the weights and of the order of the data.
+        share: Of a peer of several optimizers: AdamW's part of the learning rate.
+        settings: Of a recipe: arguments of `for_model`.
+        by_kind: Of a recipe: settings for layers of one kind; `lr_share` scales their rate.
+        quick: Everything tiny, to test the program.
+    """
+
+    task: str
+    optimizer: str
+    lr: float
+    seed: int = 0
+    share: float = 0.0
+    settings: dict[str, Any] = field(default_factory=dict)
+    by_kind: dict[str, dict[str, Any]] = field(default_factory=dict)
+    quick: bool = False
+
+    @property
+    def described(self) -> Record:
+        """The fields that are not empty, which is how a trial is stored."""
+        return {name: value for name, value in asdict(self).items() if value or name == "seed"}
+
+    @property
+    def key(self) -> str:
+        """A digest by which a trial is found again."""
+        text = json.dumps(self.described, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
+
+    @property
+    def jobs(self) -> int:
+        """How many small trials it counts for."""
+        from studies.suite.tasks import TASKS
+
+        return TASKS[self.task].jobs
+
+    @property
+    def is_base(self) -> bool:
+        """Whether fine-tuning begins with the trained model."""
+        return self == base_trial(self.task, self.quick) and self.task in BASES
+
+    def __str__(self) -> str:
+        extra = {**self.settings, **self.by_kind}
+        share = f" share {self.share:g}" if self.share else ""
+        shown = f" {json.dumps(extra)}" if extra else ""
+        return f"{self.task} {self.optimizer} lr {self.lr:g}{share} seed {self.seed}{shown}"
+
+
+def base_trial(task: str, quick: bool) -> Trial:
+    """The trial whose model fine-tuning begins with."""
+    return Trial(task, "adamw-98", BASE_RATE, quick=quick)
+
+
+BASES = ("whisper", "llama")
+BASE_RATE = 0.002
