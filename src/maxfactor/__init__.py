@@ -5,6 +5,7 @@ from maxfactor.adafactor import Adafactor
 from maxfactor.maxfactor import MaxFactor
 from maxfactor.model_groups import for_model
 from maxfactor.recipes import RECIPES, RecipeName, recipe
+from maxfactor.release import GradientRelease, release_gradients
 from maxfactor.schedule import AdaptiveSchedule
 from maxfactor.settings import FAM, Switches
 
@@ -15,11 +16,13 @@ __all__ = [
     "RECIPES",
     "Adafactor",
     "AdaptiveSchedule",
+    "GradientRelease",
     "MaxFactor",
     "RecipeName",
     "Switches",
     "__version__",
     "for_model",
     "recipe",
+    "release_gradients",
     "rule",
 ]

@@ -26,7 +26,7 @@ class StepInput:
     """A parameter with its gradient, rule and state. A backend updates the state in place.
 
     It never writes to the gradient. The state is empty until a backend has been chosen. `group` is
-    the index of the parameter's group.
+    the index of the parameter's group; no batch crosses a `window`.
     """
 
     name: str
@@ -35,6 +35,7 @@ class StepInput:
     rule: TensorRule
     lr: float | Tensor
     group: int
+    window: int = 0
     state: State = field(default_factory=dict)
 
 
