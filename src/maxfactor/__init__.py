@@ -3,6 +3,7 @@
 from maxfactor import rule
 from maxfactor.adafactor import Adafactor
 from maxfactor.maxfactor import MaxFactor
+from maxfactor.memory import MemoryEstimate, estimate_memory
 from maxfactor.model_groups import for_model
 from maxfactor.recipes import RECIPES, RecipeName, recipe
 from maxfactor.release import GradientRelease, release_gradients
@@ -18,9 +19,11 @@ __all__ = [
     "AdaptiveSchedule",
     "GradientRelease",
     "MaxFactor",
+    "MemoryEstimate",
     "RecipeName",
     "Switches",
     "__version__",
+    "estimate_memory",
     "for_model",
     "recipe",
     "release_gradients",

@@ -132,6 +132,12 @@ class FactoredOptimizer(Optimizer):
         if self.release is not None:
             self.release.refresh()
 
+    def forget_settings(self) -> None:
+        """Check all settings anew, after groups have changed places."""
+        self._checked.clear()
+        if self.release is not None:
+            self.release.refresh()
+
     def _check_keys(self, group: dict[str, Any]) -> None:
         """Refuse switches outside of `switches`, as torch ignores unknown keys."""
         for field in fields(Switches):
@@ -220,6 +226,20 @@ class FactoredOptimizer(Optimizer):
         choose(inputs, self._execution)  # may raise, so before any state is made
         self._add_states(inputs)
         return True
+
+    def inputs_on_meta(self, dtype: torch.dtype | None = None) -> list[StepInput]:
+        """What a step of all parameters works on, without memory: everything is on "meta".
+
+        Args:
+            dtype: Of parameters and gradients; None is each parameter's own.
+        """
+        groups, inputs = self._groups(), []
+        for each in self.members():
+            shape, own = tuple(each.param.shape), dtype or each.param.dtype
+            param = torch.empty(shape, dtype=own, device="meta")
+            inputs.append(_as_input(groups, each._replace(param=param)))
+            inputs[-1].state = init_state(param, inputs[-1].rule, step_on_device=True)
+        return inputs
 
     def members(self) -> list[Member]:
         """All parameters, with their names, groups and windows."""
@@ -335,7 +355,7 @@ class FactoredOptimizer(Optimizer):
 
         Returns a list with a `Row` for each group, which prints as a table. It needs only shapes
         and settings, so it works before the first step and on the meta device. Of sharded
-        parameters it counts all shards.
+        parameters it counts all shards. Its `left_out` has what `for_model` left out, and why.
 
         Example:
             >>> import torch, maxfactor
@@ -347,7 +367,7 @@ class FactoredOptimizer(Optimizer):
             >>> table.total.state_bytes
             2808
         """
-        return Description(
+        rows = [
             describe_group(
                 str(group.get("kind", index)),
                 self.named_group(index),
@@ -355,7 +375,8 @@ class FactoredOptimizer(Optimizer):
                 group["lr"],
             )
             for index, group in enumerate(self.param_groups)
-        )
+        ]
+        return Description(rows, self.left_out)
 
     def named_group(self, index: int) -> list[tuple[str, Tensor]]:
         """A group's parameters with their names; the fourth unnamed one of all is `param_3`."""

@@ -75,6 +75,15 @@ class OrthogonalBuffer:
             for batch in matrices.split(max(1, BATCH_NUMEL // (m * n))):
                 orthogonalize_(batch)
 
+    @property
+    def borrowed_bytes(self) -> int:
+        """What a step on a GPU borrows: the buffer, and the iteration's copies of one batch."""
+        batches = []
+        for m, n, owners, _ in self._shapes:
+            count, short = min(len(owners), max(1, BATCH_NUMEL // (m * n))), min(m, n)
+            batches.append(count * (2 * m * n + 3 * short * short))  # X twice; A, P, a product
+        return torch.bfloat16.itemsize * (self._numel + max(batches, default=0))
+
     def release(self) -> None:
         """Return the memory to torch."""
         self._buffer = None
