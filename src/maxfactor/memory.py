@@ -99,9 +99,7 @@ def _bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
     return tensor.numel() * (dtype if casts and dtype else tensor.dtype).itemsize
 
 
-def _trained(
-    model: nn.Module, optimizer: MaxFactor, dtype: torch.dtype | None
-) -> list[Trained]:
+def _trained(model: nn.Module, optimizer: MaxFactor, dtype: torch.dtype | None) -> list[Trained]:
     """What another optimizer would train: everything that is not frozen."""
     sorter = optimizer.sorter
     assert isinstance(sorter, ModelSorter)
@@ -135,8 +133,8 @@ def _released_bytes(model: nn.Module, optimizer: MaxFactor, dtype: torch.dtype |
         held.add(param)
         peak = max(peak, sum(_bytes(each, dtype) for each in held))
         if first[param] == index and param in window_of:
-            window = waiting[window_of[param]]
-            window.discard(param)
-            if not window:
+            missing = waiting[window_of[param]]
+            missing.discard(param)
+            if not missing:
                 held -= {each for each in held if window_of.get(each) == window_of[param]}
     return peak

@@ -81,9 +81,9 @@ def for_model(
             momentum), or a published version: "published-0.1", "-0.2", "-0.3", "-1.0".
         lr: The learning rate; None takes the recipe's. Recipes may scale it for some kinds. A rate
             of at most 1e-4, as for AdamW, or above 1 gets a UserWarning: it is a share of each
-            weight's size, not an absolute step. All groups share a tensor, so a recipe that scales it refuses a tensor, and a scheduler
-            that sets each group by itself (ReduceLROnPlateau, a LambdaLR per group) needs a
-            number.
+            weight's size, not an absolute step. All groups share a tensor, so a recipe that scales
+            it refuses a tensor, and a scheduler that sets each group by itself (ReduceLROnPlateau,
+            a LambdaLR per group) needs a number.
         **overrides: Arguments of `MaxFactor` that replace the recipe's in every group. A
             `weight_decay` does not apply to the group of vectors.
 
@@ -107,7 +107,7 @@ def for_model(
     _check_names(overrides)
     rate = None if lr is None else check_lr(lr)  # before it is scaled
     _check_shares(recipe, chosen, rate)
-    _warn_of_rate(recipe, chosen, rate)
+    _warn_of_rate(chosen, rate)
     sorter = ModelSorter(_unwrapped(model), chosen, rate, overrides)
     groups = sorter.groups(sorter.named())
     if not groups:
@@ -234,7 +234,7 @@ def _is_table(weight: Tensor) -> bool:
     return bool(torch.allclose(found, table, rtol=0.0, atol=0.01))  # 16 bits, far positions
 
 
-def _warn_of_rate(name: str, recipe: Recipe, lr: float | Tensor | None) -> None:
+def _warn_of_rate(recipe: Recipe, lr: float | Tensor | None) -> None:
     """Warn of rates that look like AdamW's, or that cannot work."""
     if lr is None:
         return

@@ -93,8 +93,10 @@ class FactoredOptimizer(Optimizer):
 
     def _reset(self) -> None:
         """Drop what is derived from groups and state; keep the number of skipped steps."""
+        self._skipped_before = self.skipped if "_runners" in self.__dict__ else 0
         self._checked: dict[int, CheckedGroup] = {}
-        self.drop_plans()
+        # By window; WHOLE is all of them at once. Those that ran last come last.
+        self._runners: dict[int, Runner] = {}
         # So GradScaler leaves unscaling and the check to the kernels; a release refuses it.
         if self._execution.fused or self.release is not None:
             self._step_supports_amp_scaling = True
@@ -102,9 +104,14 @@ class FactoredOptimizer(Optimizer):
             self.release.refresh()
 
     def drop_plans(self) -> None:
-        """Drop what is planned for the present parameters; keep the number of skipped steps."""
-        self._skipped_before = self.skipped if "_runners" in self.__dict__ else 0
-        self._runners: dict[int, Runner] = {}  # by window; WHOLE is all of them at once
+        """Free the buffers of fused steps; keep step sizes and the number of skipped steps."""
+        for runner in self._runners.values():
+            runner.drop_plan()
+
+    def _runner(self, key: int) -> Runner:
+        """The runner of a window, moved to the end."""
+        runner = self._runners[key] = self._runners.pop(key, Runner())
+        return runner
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; settings that it lacks take the defaults."""
@@ -177,7 +184,7 @@ class FactoredOptimizer(Optimizer):
             return
         groups = self._groups()
         flat = [param for group in self.param_groups for param in group["params"]]
-        runner = self._runners.setdefault(WHOLE, Runner())
+        runner = self._runner(WHOLE)
         if runner.fits(flat, groups, self.state):
             self._launch(runner, groups)
             return
@@ -197,7 +204,7 @@ class FactoredOptimizer(Optimizer):
         """Take the step of one window, as a step of all parameters would; for `release.py`."""
         with torch.no_grad(), _full_precision():
             groups, flat = self._groups(), [each.param for each in members]
-            runner = self._runners.setdefault(members[0].window, Runner())
+            runner = self._runner(members[0].window)
             if runner.fits(flat, groups, self.state):
                 self._launch(runner, groups)
                 return
@@ -281,9 +288,7 @@ class FactoredOptimizer(Optimizer):
         self._checked[index] = CheckedGroup(kept, settings, began)
         return settings
 
-    def _inputs(
-        self, groups: Sequence[GroupStep], members: Sequence[Member]
-    ) -> list[StepInput]:
+    def _inputs(self, groups: Sequence[GroupStep], members: Sequence[Member]) -> list[StepInput]:
         """Collect the members that have a gradient; refuse sparse gradients."""
         inputs = []
         for each in members:
@@ -325,8 +330,8 @@ class FactoredOptimizer(Optimizer):
 
         While gradients are released, the number of the window that skipped most.
         """
-        skipped = [runner.skipped for runner in self._runners.values()]
-        return self._skipped_before + max(skipped, default=0)
+        skipped = {key: runner.skipped for key, runner in self._runners.items()}
+        return self._skipped_before + skipped.pop(WHOLE, 0) + max(skipped.values(), default=0)
 
     def check_skipped(self) -> None:
         """Raise if 20 steps in a row were skipped. It waits for the device.
@@ -471,7 +476,7 @@ def _as_input(groups: Sequence[GroupStep], each: Member) -> StepInput:
     group, param = groups[each.group], each.param
     grad = param if param.grad is None else param.grad
     rule = group.rules.of(tuple(param.shape))
-    return StepInput(each.name, param, grad, rule, group.lr, each.group, each.window)
+    return StepInput(each.name, param, grad, rule, group.lr, each.group, window=each.window)
 
 
 def _idle(

@@ -69,6 +69,10 @@ class Runner:
         )
         self._stepped = self.fused.owners
 
+    def drop_plan(self) -> None:
+        """Free the buffers of the fused step; the host goes on counting."""
+        self._guard.skipped, self.fused = self.skipped, None
+
     @property
     def skipped(self) -> int:
         """The number of skipped steps; may wait for the device."""

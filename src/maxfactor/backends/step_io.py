@@ -35,8 +35,8 @@ class StepInput:
     rule: TensorRule
     lr: float | Tensor
     group: int
-    window: int = 0
     state: State = field(default_factory=dict)
+    window: int = 0
 
 
 @dataclass
