@@ -202,8 +202,8 @@ class ModelSorter:
         if isinstance(guide["lr"], Tensor):  # shared by all groups
             return {**group, "lr": guide["lr"]}
         began = self._settings(guide["kind"])["lr"]
-        rates = {key: guide[key] for key in ("lr", "initial_lr") if key in guide}
-        return {**group, **{key: group["lr"] * rate / began for key, rate in rates.items()}}
+        rates = {key: guide[key] / began for key in ("lr", "initial_lr") if key in guide}
+        return {**group, **{key: group["lr"] * share for key, share in rates.items()}}
 
 
 def _sinusoids(model: nn.Module) -> set[Tensor]:
