@@ -190,15 +190,38 @@ class FactoredOptimizer(Optimizer):
             return
         members = self.members()
         inputs = self._inputs(groups, members)
-        if not inputs or self._rehearses(inputs):
+        if not inputs:
             return
         backend = choose(inputs, self._execution)  # may raise, so before any state is made
+        if not self._rehearse(inputs):
+            self._run(runner, inputs, flat, members, backend)
+
+    def _run(
+        self,
+        runner: Runner,
+        inputs: list[StepInput],
+        flat: Sequence[Tensor],
+        members: Sequence[Member],
+        backend: Backend,
+    ) -> None:
+        """Take a step of some inputs; plan it first if it is a fused one."""
         self._add_states(inputs)
         if backend == "torch":
             runner.run_torch(inputs, self._execution)
             return
+        groups = self._groups()
         runner.plan(inputs, flat, groups, _idle(groups, members, inputs))
         self._launch(runner, groups)
+
+    def _rehearse(self, inputs: list[StepInput]) -> bool:
+        """Only initialize the state if this is the first step of torch.distributed.checkpoint."""
+        is_first = not any(self.state.get(each.param) for each in inputs)
+        if not (is_first and _is_rehearsal(inputs)):
+            return False
+        self._add_states(inputs)
+        return True
+
+    # -------------------------------------------------------------- the step, window by window
 
     def step_window(self, members: Sequence[Member], backend: Backend) -> None:
         """Take the step of one window, as a step of all parameters would; for `release.py`."""
@@ -207,32 +230,20 @@ class FactoredOptimizer(Optimizer):
             runner = self._runner(members[0].window)
             if runner.fits(flat, groups, self.state):
                 self._launch(runner, groups)
-                return
-            inputs = self._inputs(groups, members)
-            self._add_states(inputs)
-            if backend == "torch":
-                runner.run_torch(inputs, self._execution)
-                return
-            runner.plan(inputs, flat, groups, _idle(groups, self.members(), inputs))
-            self._launch(runner, groups)
+            else:
+                inputs = self._inputs(groups, members)
+                self._run(runner, inputs, flat, self.members(), backend)
 
     def choose_backend(self, members: Sequence[Member]) -> Backend:
         """The backend of a step of all parameters, some of whose gradients are not there yet."""
         groups = self._groups()
-        return choose([_as_input(groups, each) for each in members], self._execution)
+        trained = [each for each in members if each.param.requires_grad]
+        return choose([_as_input(groups, each) for each in trained], self._execution)
 
     def rehearse(self) -> bool:
         """Take only the first step of torch.distributed.checkpoint; return whether it was that."""
         inputs = self._inputs(self._groups(), self.members())
-        return bool(inputs) and self._rehearses(inputs)
-
-    def _rehearses(self, inputs: list[StepInput]) -> bool:
-        """Whether this first step only initializes the state; if so, initialize it."""
-        if any(self.state[each.param] for each in inputs) or not _is_rehearsal(inputs):
-            return False
-        choose(inputs, self._execution)  # may raise, so before any state is made
-        self._add_states(inputs)
-        return True
+        return bool(inputs) and self._rehearse(inputs)
 
     def inputs_on_meta(self, dtype: torch.dtype | None = None) -> list[StepInput]:
         """What a step of all parameters works on, without memory: everything is on "meta".

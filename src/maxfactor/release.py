@@ -8,6 +8,7 @@ References:
 from __future__ import annotations
 
 from itertools import groupby
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -93,6 +94,7 @@ class GradientRelease:
         self._missing: dict[int, set[Tensor]] = {}  # by window: gradients yet to come
         self._arrived: set[Tensor] = set()  # parameters whose gradient came since the last step
         self._backend: Backend | None = None
+        self._lock = RLock()
         self._scaled_before = getattr(optimizer, "_step_supports_amp_scaling", False)
         optimizer._step_supports_amp_scaling = True  # so GradScaler calls step, which refuses it
         optimizer.drop_plans()
@@ -143,7 +145,10 @@ class GradientRelease:
     def finish(self) -> None:
         """Step the windows that backward left; refuse GradScaler."""
         optimizer = self._optimizer
-        if hasattr(optimizer, "found_inf") or hasattr(optimizer, "grad_scale"):
+        scaling = [name for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)]
+        if scaling:  # set by GradScaler, which does not clear them after an error
+            for name in scaling:
+                delattr(optimizer, name)
             raise RuntimeError(
                 "released gradients cannot be used with GradScaler: backward has already stepped "
                 "with scaled gradients; train in bfloat16 without a scaler, or call "
@@ -161,12 +166,13 @@ class GradientRelease:
     @_disable_dynamo
     def _take(self, param: Tensor) -> None:
         """Note that a gradient is complete; step its window if it is the last one."""
-        self._check_arrival(param)
-        self._arrived.add(param)
-        window = self._window_of[param]
-        self._missing[window].discard(param)
-        if not self._missing[window]:
-            self._step(window)
+        with self._lock:  # autograd has a thread for each device
+            self._check_arrival(param)
+            self._arrived.add(param)
+            window = self._window_of[param]
+            self._missing[window].discard(param)
+            if not self._missing[window]:
+                self._step(window)
 
     def _check_arrival(self, param: Tensor) -> None:
         if not self._arrived:  # once for each backward
