@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import maxfactor
 from maxfactor import RECIPES, Adafactor, AdaptiveSchedule, MaxFactor, for_model, release_gradients
+from maxfactor.backends.step_io import StepInput
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
@@ -142,6 +143,25 @@ def test_one_group_of_all_layers(cls: type[Any]) -> None:
     both(made, lambda model: cls(model.parameters(), foreach=True))
 
 
+@pytest.mark.parametrize("recipe", ["quality", "fast"])
+def test_batches_do_not_cross_windows(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices of this size are computed otherwise alone than in a batch, in the last bit."""
+    monkeypatch.setattr("maxfactor.windows.WINDOW", 40_000)
+    results = []
+    for release in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(192, 192) for _ in range(4)))
+        optimizer = for_model(model, recipe)
+        with release_gradients(model, optimizer) if release else nullcontext():
+            for t in range(2):
+                x = torch.randn(4, 192, generator=torch.Generator().manual_seed(t))
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append((model, optimizer))
+    assert_equal(results[0], results[1])
+
+
 @needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -187,6 +207,32 @@ def test_kernels_equal_a_step_at_the_end(
             optimizer.zero_grad()
         results.append((model, optimizer))
     assert_equal(results[0], results[1])
+
+
+def kernels(own: list[StepInput], idle: list[StepInput]) -> dict[Any, Any]:
+    """The kernels that a plan chooses, by launch key."""
+    from maxfactor.backends.triton.local_parameters import local_parameter
+    from maxfactor.backends.triton.plan import LaunchPlan, keys_of
+
+    params, others = ([local_parameter(each) for each in inputs] for inputs in (own, idle))
+    keys = keys_of([*params, *others])
+    pairs = list(zip(keys[len(params) :], others, strict=True))
+    plan = LaunchPlan(params, keys[: len(params)], [0] * 9, pairs)
+    return {group.key: group.spec(torch.bfloat16) for group in plan.groups}
+
+
+@pytest.mark.parametrize("recipe", ["quality", "published-0.3"])
+def test_windows_choose_the_kernels_of_the_whole(recipe: Any) -> None:
+    """Other kernels compute the same, but not in every last bit."""
+    pytest.importorskip("triton")
+    inputs = for_model(made(), recipe).inputs_on_meta()
+    whole, differ = kernels(inputs, []), False
+    for window in {each.window for each in inputs}:
+        own = [each for each in inputs if each.window == window]
+        idle = [each for each in inputs if each.window != window]
+        assert kernels(own, idle).items() <= whole.items()
+        differ |= not kernels(own, []).items() <= whole.items()
+    assert differ  # so the others matter
 
 
 @needs_gpu
