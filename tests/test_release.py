@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
 import maxfactor
@@ -171,7 +172,8 @@ def test_equals_a_step_at_the_end_on_a_gpu(recipe: Any, fused: bool, dtype: torc
     def make() -> nn.Module:
         return made(dtype, "cuda", width=264, layers=4)
 
-    with torch.backends.cudnn.flags(enabled=False):  # deterministic convolutions
+    # Convolutions and attention that are deterministic.
+    with torch.backends.cudnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH):
         torch.use_deterministic_algorithms(True)
         try:
             with pytest.MonkeyPatch.context() as patch:
