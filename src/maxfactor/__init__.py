@@ -3,8 +3,10 @@
 from maxfactor import rule
 from maxfactor.adafactor import Adafactor
 from maxfactor.maxfactor import MaxFactor
+from maxfactor.memory import MemoryEstimate, estimate_memory
 from maxfactor.model_groups import for_model
 from maxfactor.recipes import RECIPES, RecipeName, recipe
+from maxfactor.release import GradientRelease, release_gradients
 from maxfactor.schedule import AdaptiveSchedule
 from maxfactor.settings import FAM, Switches
 
@@ -15,11 +17,15 @@ __all__ = [
     "RECIPES",
     "Adafactor",
     "AdaptiveSchedule",
+    "GradientRelease",
     "MaxFactor",
+    "MemoryEstimate",
     "RecipeName",
     "Switches",
     "__version__",
+    "estimate_memory",
     "for_model",
     "recipe",
+    "release_gradients",
     "rule",
 ]

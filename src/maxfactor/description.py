@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from maxfactor.state import state_dtypes, state_shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -74,7 +74,15 @@ class Row:
 
 
 class Description(list[Row]):
-    """One row for each group of an optimizer; prints as a table with a total."""
+    """One row for each group of an optimizer; prints as a table with a total.
+
+    Attributes:
+        left_out: Trainable parameters of the model that the optimizer leaves alone, and why.
+    """
+
+    def __init__(self, rows: Iterable[Row] = (), left_out: Mapping[str, str] | None = None) -> None:
+        super().__init__(rows)
+        self.left_out = dict(left_out or {})
 
     @property
     def total(self) -> Row:
@@ -89,7 +97,8 @@ class Description(list[Row]):
     def __str__(self) -> str:
         lines = [HEADER, *(row.cells() for row in self), self.total.cells()]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(_line(cells, widths) for cells in lines)
+        told = [f"left out: {name} ({why})" for name, why in self.left_out.items()]
+        return "\n".join([*(_line(cells, widths) for cells in lines), *told])
 
     __repr__ = __str__  # for notebooks and the prompt
 

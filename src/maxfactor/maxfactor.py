@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from maxfactor.distributed.placement import local
 from maxfactor.optimizer import FactoredOptimizer, Params
@@ -23,7 +23,15 @@ from maxfactor.settings import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import Tensor
+    from torch import Tensor, nn
+
+    class Sorter(Protocol):
+        """Sorts the parameters of a model into groups; `for_model` leaves it to the optimizer."""
+
+        def new_groups(
+            self, module: nn.Module, groups: list[dict[str, Any]]
+        ) -> list[dict[str, Any]]:
+            """Groups for the parameters of a module that are not in `groups` yet."""
 
 
 class MaxFactor(FactoredOptimizer):
@@ -117,6 +125,7 @@ class MaxFactor(FactoredOptimizer):
 
     settings_class = MaxFactorSettings
     made_by = "maxfactor.MaxFactor"
+    sorter: Sorter | None = None  # set by `for_model`
 
     def __init__(
         self,
@@ -164,6 +173,54 @@ class MaxFactor(FactoredOptimizer):
             "switches": as_setting(switches),
         }
         super().__init__(params, defaults)
+
+    def add_module(self, module: nn.Module) -> None:
+        """Train layers that were unfrozen after `for_model` made this optimizer.
+
+        Their parameters join the group of their kind, with its settings and its present learning
+        rate, or form a new group with those of the recipe. A new group starts at the same fraction
+        of its rate as the others. `AdaptiveSchedule` takes it in; torch's schedulers must be built
+        anew. To resume, call `add_module` for the same modules before `load_state_dict`.
+
+        Args:
+            module: A part of the model that was given to `for_model`, or the model itself.
+
+        Example:
+            >>> import torch, maxfactor
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
+            >>> frozen = model[0].requires_grad_(False)
+            >>> optimizer = maxfactor.for_model(model)
+            >>> optimizer.add_module(frozen.requires_grad_(True))
+            >>> [(group["kind"], group["param_names"]) for group in optimizer.param_groups]
+            [('head', ['1.weight']), ('vector', ['1.bias', '0.bias']), ('hidden', ['0.weight'])]
+        """
+        if self.sorter is None:
+            raise ValueError(
+                "add_module needs an optimizer that was made by maxfactor.for_model, which knows "
+                "the kinds of a model's layers; use add_param_group instead"
+            )
+        before = len(self.param_groups)
+        try:
+            for group in self.sorter.new_groups(module, self.param_groups):
+                self.add_param_group(group)  # checks everything
+        except (TypeError, ValueError):
+            del self.param_groups[before:]
+            self.forget_settings()
+            raise
+        self._merge_kinds(before)
+
+    def _merge_kinds(self, first: int) -> None:
+        """Move the parameters of groups from index `first` on to older groups of their kind."""
+        known = {group["kind"]: group for group in self.param_groups[:first] if "kind" in group}
+        new = self.param_groups[first:]
+        del self.param_groups[first:]
+        for group in new:
+            if (old := known.get(group["kind"])) is None:
+                self.param_groups.append(group)
+            else:
+                old["params"] += group["params"]
+                old["param_names"] += group["param_names"]
+        self.forget_settings()
 
     def spectrum(self) -> dict[str, Spectrum]:
         """FAM's statistics of each matrix, by the parameter's name.

@@ -6,22 +6,26 @@ depend on the names of layers, on the device, or on sharding.
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections import Counter
 from numbers import Real
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
+from maxfactor.distributed.placement import is_sharded
 from maxfactor.maxfactor import MaxFactor
 from maxfactor.recipes import COMMON, KINDS, find_recipe
 from maxfactor.settings import Execution, MaxFactorSettings, check_lr
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from maxfactor.recipes import Recipe, RecipeName
 
@@ -37,6 +41,8 @@ INPUT_WIDTHS = (
     (nn.RNNBase, "input_size"),
     (EMBEDDINGS, "embedding_dim"),
 )
+
+LOW_RATE, HIGH_RATE = 1e-4, 1.0  # rates up to the one and above the other get a warning
 
 # A tied weight has several owners. Its kind is the first of these among those of its owners.
 PRECEDENCE = ("adapter", "embedding", "head", "conv", "hidden", "vector")
@@ -65,17 +71,20 @@ def for_model(
     shape: a matrix is `embedding` if its module also has layers, else `hidden`.
 
     The key `kind` of each group has its kind; `optimizer.describe()` shows them. Frozen parameters
-    are left out, tied ones appear once. The model may be on the meta device, sharded
-    by `fully_shard`, compiled, or wrapped for data-parallel training.
+    are left out, tied ones appear once, and so are the sinusoids of Whisper's encoder: a table that
+    transformers makes trainable when it loads a model. Layers that are unfrozen later are added by
+    `optimizer.add_module(layer)`. The model may be on the meta device, sharded by `fully_shard`,
+    compiled, or wrapped for data-parallel training.
 
     Args:
         model: The model itself, not its parameters.
         recipe: "quality" (best quality), "fast" (frequency-adaptive momentum in int8), "lean" (no
             momentum), or a published version: "published-0.1", "-0.2", "-0.3", "-1.0".
-        lr: The learning rate; None takes the recipe's. Recipes may scale it for some kinds. All
-            groups share a tensor, so a recipe that scales it refuses a tensor, and a scheduler
-            that sets each group by itself (ReduceLROnPlateau, a LambdaLR per group) needs a
-            number.
+        lr: The learning rate; None takes the recipe's. Recipes may scale it for some kinds. A rate
+            of at most 1e-4, as for AdamW, or above 1 gets a UserWarning: it is a share of each
+            weight's size, not an absolute step. All groups share a tensor, so a recipe that scales
+            it refuses a tensor, and a scheduler that sets each group by itself (ReduceLROnPlateau,
+            a LambdaLR per group) needs a number.
         **overrides: Arguments of `MaxFactor` that replace the recipe's in every group. A
             `weight_decay` does not apply to the group of vectors.
 
@@ -99,14 +108,155 @@ def for_model(
     _check_names(overrides)
     rate = None if lr is None else check_lr(lr)  # before it is scaled
     _check_shares(recipe, chosen, rate)
-    return MaxFactor(
-        [
-            {"params": params, "kind": kind, **_group_settings(chosen, kind, rate, overrides)}
-            for kind, params in _named_by_kind(model).items()
+    _warn_of_rate(chosen, rate)
+    sorter = ModelSorter(_unwrapped(model), chosen, rate, overrides)
+    groups = sorter.groups(sorter.named())
+    if not groups:
+        raise ValueError(
+            f"{type(sorter.model).__name__} has no trainable parameters; call requires_grad_(True) "
+            "on the layers to train before building the optimizer"
+        )
+    optimizer = MaxFactor(groups, **_group_settings(chosen, None, rate, overrides))
+    optimizer.sorter, optimizer.left_out = sorter, sorter.left_out
+    return optimizer
+
+
+class ModelSorter:
+    """Sorts the parameters of a model into groups: once for `for_model`, then for `add_module`.
+
+    Args:
+        model: The model without wrappers.
+        recipe: The settings of each kind.
+        lr: The learning rate; None is the recipe's.
+        overrides: Settings that replace the recipe's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        lr: float | Tensor | None,
+        overrides: dict[str, Any],
+    ) -> None:
+        _check_shapes(model)
+        self.model, self._recipe, self._lr, self._overrides = model, recipe, lr, overrides
+        self._kinds = _kinds(model)  # a later freeze, or a new layer, does not change them
+        tables = _sinusoids(model)
+        self.left_out = {
+            name: "sinusoids of the encoder's positions, a table that is not trained"
+            for name, param in self.named()
+            if param in tables
+        }
+
+    def kind_of(self, param: Tensor) -> str:
+        """The kind of a parameter of the model."""
+        return self._kinds[param]
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        """The trainable parameters of the model with their names, without duplicates."""
+        found = self.model.named_parameters()
+        return [(name.replace("_orig_mod.", ""), p) for name, p in found if p.requires_grad]
+
+    def groups(self, named: Iterable[tuple[str, Tensor]]) -> list[dict[str, Any]]:
+        """A group with the recipe's settings for each kind among these parameters."""
+        by_kind: dict[str, list[tuple[str, Tensor]]] = {kind: [] for kind in KINDS}
+        for name, param in named:
+            if name not in self.left_out:
+                by_kind[self._kinds[param]].append((name, param))
+        return [
+            {"params": params, "kind": kind, **self._settings(kind)}
+            for kind, params in by_kind.items()
             if params
-        ],
-        **_group_settings(chosen, None, rate, overrides),
-    )
+        ]
+
+    def _settings(self, kind: str) -> dict[str, Any]:
+        return _group_settings(self._recipe, kind, self._lr, self._overrides)
+
+    def new_groups(self, module: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Groups for the parameters of a module that are trainable now and not in `groups`."""
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        inside = set(module.parameters())
+        if outside := inside - set(self.model.parameters()):
+            shapes = sorted(str(tuple(param.shape)) for param in outside)
+            raise ValueError(
+                f"{type(module).__name__} has {len(outside)} parameters that are not in the model "
+                f"of this optimizer, of shapes {', '.join(shapes[:3])}; give a part of that model"
+            )
+        self._kinds = {**_kinds(self.model), **self._kinds}  # it may have new layers
+        new = inside - {param for group in groups for param in group["params"]}
+        added = self.groups((name, param) for name, param in self.named() if param in new)
+        if not added:
+            raise ValueError(
+                f"{type(module).__name__} has no trainable parameters that are new to the "
+                "optimizer; call requires_grad_(True) on it first"
+            )
+        return [self._at_present_rate(group, groups) for group in added]
+
+    def _at_present_rate(
+        self, group: dict[str, Any], groups: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Set a new group's rate to the fraction of the recipe's that the other groups are at."""
+        guide = next((each for each in groups if each.get("kind") in KINDS), None)
+        if guide is None:
+            return group
+        if isinstance(guide["lr"], Tensor):  # shared by all groups
+            return {**group, "lr": guide["lr"]}
+        began = self._settings(guide["kind"])["lr"]
+        rates = {key: guide[key] / began for key in ("lr", "initial_lr") if key in guide}
+        return {**group, **{key: group["lr"] * share for key, share in rates.items()}}
+
+
+def _sinusoids(model: nn.Module) -> set[Tensor]:
+    """The tables of sinusoids in Whisper's encoder, which transformers unfreezes when it loads it.
+
+    A table that training has changed is a weight. On the meta device and in shards the values
+    cannot be read, and the type decides.
+    """
+    tables = set[Tensor]()
+    for module in model.modules():
+        # By name, to avoid importing transformers; by the MRO, as fully_shard makes a subclass.
+        if any(cls.__name__ == "WhisperEncoder" for cls in type(module).__mro__):
+            embeddings = [child for child in module.children() if isinstance(child, nn.Embedding)]
+            tables |= {each.weight for each in embeddings if _is_table(each.weight)}
+    return tables
+
+
+def _is_table(weight: Tensor) -> bool:
+    if weight.is_meta or is_sharded(weight):
+        return True
+    length, width = weight.shape
+    if width < 4 or width % 2:
+        return False
+    rates = torch.exp(-math.log(10_000.0) / (width // 2 - 1) * torch.arange(width // 2))
+    angles = torch.arange(length)[:, None] * rates
+    table = torch.cat([angles.sin(), angles.cos()], dim=1)
+    found = weight.detach().to("cpu", torch.float32)  # once, when the optimizer is built
+    return bool(torch.allclose(found, table, rtol=0.0, atol=0.01))  # 16 bits, far positions
+
+
+def _warn_of_rate(recipe: Recipe, lr: float | Tensor | None) -> None:
+    """Warn of rates that look like AdamW's, or that cannot work."""
+    if lr is None:
+        return
+    rate = float(lr)  # a host sync if it is on the device; once, when the optimizer is built
+    default = recipe.common["lr"]
+    remedy = f"leave lr out for the recipe's own, {default:g}"
+    if 0.0 < rate <= LOW_RATE:
+        warnings.warn(
+            f"lr={rate:g} looks like a rate for AdamW, but in maxfactor it is the share of each "
+            f"weight's size that a step changes, and the weights would hardly move; {remedy}, or "
+            f"begin with a fraction of that",
+            UserWarning,
+            stacklevel=3,
+        )
+    if rate > HIGH_RATE:
+        warnings.warn(
+            f"lr={rate:g} lets a step change a weight by more than its own size, which cannot "
+            f"train; {remedy}",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _check_names(overrides: dict[str, Any]) -> None:
@@ -143,23 +293,6 @@ def _group_settings(
         replaced.setdefault("momentum_dtype", None)
         replaced.setdefault("d", COMMON["d"])  # (10) bounds only the input of a momentum
     return {**settings, **replaced}
-
-
-def _named_by_kind(model: nn.Module) -> dict[str, list[tuple[str, Tensor]]]:
-    """The trainable parameters with their names, by kind, without duplicates."""
-    inner = _unwrapped(model)
-    _check_shapes(inner)
-    kinds = _kinds(inner)
-    named: dict[str, list[tuple[str, Tensor]]] = {kind: [] for kind in KINDS}
-    for name, param in inner.named_parameters():
-        if param.requires_grad:
-            named[kinds[param]].append((name.replace("_orig_mod.", ""), param))
-    if not any(named.values()):
-        raise ValueError(
-            f"{type(inner).__name__} has no trainable parameters; call requires_grad_(True) on "
-            "the layers to train before building the optimizer"
-        )
-    return named
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import fields
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, overload
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -15,9 +16,8 @@ from torch.optim import Optimizer
 
 from maxfactor import checkpoint
 from maxfactor.backends.dispatch import choose
-from maxfactor.backends.guard import Guard
-from maxfactor.backends.step_io import GroupStep, StepInput, StepResult
-from maxfactor.backends.torch.step import step as torch_step
+from maxfactor.backends.runner import Runner
+from maxfactor.backends.step_io import GroupStep, StepInput
 from maxfactor.checkpoint import MARK, STATE_FORMAT
 from maxfactor.description import Description, describe_group
 from maxfactor.distributed.gradients import all_zero
@@ -32,12 +32,17 @@ from maxfactor.settings import (
     check_lr,
 )
 from maxfactor.state import init_state
+from maxfactor.windows import Member, members_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from maxfactor.backends.dispatch import Backend
     from maxfactor.backends.triton.step import FusedStep
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
+WHOLE = -1  # key of the runner that steps all windows
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -49,11 +54,26 @@ class CheckedGroup(NamedTuple):
     began_with_number: bool  # whether its momentum was a number at the first check
 
 
+class Release(Protocol):
+    """What an optimizer calls while `release_gradients` steps it in backward."""
+
+    def finish(self) -> None:
+        """Step the parameters that backward left."""
+
+    def restart(self) -> None:
+        """Expect a new backward."""
+
+    def refresh(self) -> None:
+        """Take in new parameters and states."""
+
+
 class FactoredOptimizer(Optimizer):
     """Base class of MaxFactor and Adafactor, which add only their settings."""
 
     settings_class: ClassVar[type[Settings]]
     made_by: ClassVar[str]  # the optimizer's name in a checkpoint, also of subclasses
+    release: Release | None = None  # while its gradients are released
+    left_out: Mapping[str, str] = MappingProxyType({})  # parameters it does not train, and why
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         self.settings_class.from_group(defaults)  # refuse wrong arguments first
@@ -73,15 +93,25 @@ class FactoredOptimizer(Optimizer):
 
     def _reset(self) -> None:
         """Drop what is derived from groups and state; keep the number of skipped steps."""
-        skipped = self.skipped if "_guard" in self.__dict__ else 0
-        self._guard = Guard()
-        self._guard.skipped = skipped
+        self._skipped_before = self.skipped if "_runners" in self.__dict__ else 0
         self._checked: dict[int, CheckedGroup] = {}
-        self._result = StepResult()
-        self._stepped: list[Tensor] = []
-        self._fused: FusedStep | None = None
-        if self._execution.fused:  # so GradScaler leaves unscaling and the check to the kernels
+        # By window; WHOLE is all of them at once. Those that ran last come last.
+        self._runners: dict[int, Runner] = {}
+        # So GradScaler leaves unscaling and the check to the kernels; a release refuses it.
+        if self._execution.fused or self.release is not None:
             self._step_supports_amp_scaling = True
+        if self.release is not None:
+            self.release.refresh()
+
+    def drop_plans(self) -> None:
+        """Free the buffers of fused steps; keep step sizes and the number of skipped steps."""
+        for runner in self._runners.values():
+            runner.drop_plan()
+
+    def _runner(self, key: int) -> Runner:
+        """The runner of a window, moved to the end."""
+        runner = self._runners[key] = self._runners.pop(key, Runner())
+        return runner
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; settings that it lacks take the defaults."""
@@ -106,6 +136,14 @@ class FactoredOptimizer(Optimizer):
             self.param_groups.pop()
             raise
         self._settings(len(self.param_groups) - 1)
+        if self.release is not None:
+            self.release.refresh()
+
+    def forget_settings(self) -> None:
+        """Check all settings anew, after groups have changed places."""
+        self._checked.clear()
+        if self.release is not None:
+            self.release.refresh()
 
     def _check_keys(self, group: dict[str, Any]) -> None:
         """Refuse switches outside of `switches`, as torch ignores unknown keys."""
@@ -141,24 +179,95 @@ class FactoredOptimizer(Optimizer):
 
     def _advance(self) -> None:
         """Take the step with the present gradients."""
+        if self.release is not None:
+            self.release.finish()
+            return
         groups = self._groups()
         flat = [param for group in self.param_groups for param in group["params"]]
-        if self._fused is not None and self._fused.fits(flat, groups, self.state):
-            self._run_fused(self._fused, groups)
+        runner = self._runner(WHOLE)
+        if runner.fits(flat, groups, self.state):
+            self._launch(runner, groups)
             return
-        inputs = self._inputs(groups)
+        members = self.members()
+        inputs = self._inputs(groups, members)
         if not inputs:
             return
         backend = choose(inputs, self._execution)  # may raise, so before any state is made
-        is_first = not any(self.state[each.param] for each in inputs)
+        if not self._rehearse(inputs):
+            self._run(runner, inputs, flat, members, backend)
+
+    def _run(
+        self,
+        runner: Runner,
+        inputs: list[StepInput],
+        flat: Sequence[Tensor],
+        members: Sequence[Member],
+        backend: Backend,
+    ) -> None:
+        """Take a step of some inputs; plan it first if it is a fused one."""
         self._add_states(inputs)
-        if is_first and _is_rehearsal(inputs):
-            return
         if backend == "torch":
-            self._run_torch(inputs)
+            runner.run_torch(inputs, self._execution)
             return
-        self._fused = _fused_step(inputs, flat, groups, self._fused)
-        self._run_fused(self._fused, groups)
+        groups = self._groups()
+        runner.plan(inputs, flat, groups, _idle(groups, members, inputs))
+        self._launch(runner, groups)
+
+    def _rehearse(self, inputs: list[StepInput]) -> bool:
+        """Only initialize the state if this is the first step of torch.distributed.checkpoint."""
+        is_first = not any(self.state.get(each.param) for each in inputs)
+        if not (is_first and _is_rehearsal(inputs)):
+            return False
+        self._add_states(inputs)
+        return True
+
+    # -------------------------------------------------------------- the step, window by window
+
+    def step_window(self, members: Sequence[Member], backend: Backend) -> None:
+        """Take the step of one window, as a step of all parameters would; for `release.py`."""
+        with torch.no_grad(), _full_precision():
+            groups, flat = self._groups(), [each.param for each in members]
+            runner = self._runner(members[0].window)
+            if runner.fits(flat, groups, self.state):
+                self._launch(runner, groups)
+            else:
+                inputs = self._inputs(groups, members)
+                self._run(runner, inputs, flat, self.members(), backend)
+
+    def choose_backend(self, members: Sequence[Member]) -> Backend:
+        """The backend of a step of all parameters, some of whose gradients are not there yet."""
+        groups = self._groups()
+        trained = [each for each in members if each.param.requires_grad]
+        return choose([_as_input(groups, each) for each in trained], self._execution)
+
+    def rehearse(self) -> bool:
+        """Take only the first step of torch.distributed.checkpoint; return whether it was that."""
+        inputs = self._inputs(self._groups(), self.members())
+        return bool(inputs) and self._rehearse(inputs)
+
+    def inputs_on_meta(self, dtype: torch.dtype | None = None) -> list[StepInput]:
+        """What a step of all parameters works on, without memory: everything is on "meta".
+
+        Args:
+            dtype: Of parameters and gradients; None is each parameter's own.
+        """
+        groups, inputs = self._groups(), []
+        for each in self.members():
+            shape, own = tuple(each.param.shape), dtype or each.param.dtype
+            param = torch.empty(shape, dtype=own, device="meta")
+            inputs.append(_as_input(groups, each._replace(param=param)))
+            inputs[-1].state = init_state(param, inputs[-1].rule, step_on_device=True)
+        return inputs
+
+    def members(self) -> list[Member]:
+        """All parameters, with their names, groups and windows."""
+        return members_of(self.named_group(index) for index in range(len(self.param_groups)))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as any torch optimizer does."""
+        super().zero_grad(set_to_none)
+        if self.release is not None:
+            self.release.restart()
 
     def _groups(self) -> list[GroupStep]:
         """The rules and learning rate of each group; only changed settings are checked."""
@@ -190,15 +299,13 @@ class FactoredOptimizer(Optimizer):
         self._checked[index] = CheckedGroup(kept, settings, began)
         return settings
 
-    def _inputs(self, groups: list[GroupStep]) -> list[StepInput]:
-        """Collect every parameter that has a gradient; refuse sparse gradients."""
+    def _inputs(self, groups: Sequence[GroupStep], members: Sequence[Member]) -> list[StepInput]:
+        """Collect the members that have a gradient; refuse sparse gradients."""
         inputs = []
-        for index, group in enumerate(groups):
-            for name, param in self.named_group(index):
-                if param.grad is not None:
-                    _check_gradient(name, param.grad)
-                    rule = group.rules.of(tuple(param.shape))
-                    inputs.append(StepInput(name, param, param.grad, rule, group.lr, index))
+        for each in members:
+            if each.param.grad is not None:
+                _check_gradient(each.name, each.param.grad)
+                inputs.append(_as_input(groups, each))
         return inputs
 
     def _add_states(self, inputs: list[StepInput]) -> None:
@@ -212,26 +319,15 @@ class FactoredOptimizer(Optimizer):
                 self.state[each.param] = init_state(each.param, each.rule, step_on_device=on_device)
             each.state = self.state[each.param]
 
-    def _run_torch(self, inputs: list[StepInput]) -> None:
-        """Take a step by the torch backend, with the guard on the host."""
-        execution = self._execution
-        check = execution.nonfinite != "ignore"
-        result = torch_step(inputs, check=check, foreach=bool(execution.foreach))
-        if result.nonfinite:
-            self._guard.failed(result.nonfinite, execution.nonfinite)
-        else:
-            self._guard.passed()
-            self._result, self._stepped = result, [each.param for each in inputs]
+    def _launch(self, runner: Runner, groups: list[GroupStep]) -> None:
+        """Launch a fused step."""
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        runner.run_fused(groups, self._execution, scale, found)  # both set by GradScaler
 
-    def _run_fused(self, fused: FusedStep, groups: list[GroupStep]) -> None:
-        """Launch a step; the device decides whether to skip it, and counts."""
-        self._result = fused.step(
-            groups,
-            nonfinite=self._execution.nonfinite,
-            grad_scale=getattr(self, "grad_scale", None),  # both set by GradScaler
-            found_inf=getattr(self, "found_inf", None),
-        )
-        self._stepped = fused.owners
+    @property
+    def _fused(self) -> FusedStep | None:
+        """The plan of the fused step of all parameters."""
+        return self._runners.get(WHOLE, Runner()).fused
 
     @property
     def _execution(self) -> Execution:
@@ -241,26 +337,29 @@ class FactoredOptimizer(Optimizer):
 
     @property
     def skipped(self) -> int:
-        """The number of skipped steps, whose gradients were not finite; may wait for the device."""
-        return self._guard.skipped + (0 if self._fused is None else self._fused.skipped)
+        """The number of skipped steps, whose gradients were not finite; may wait for the device.
+
+        While gradients are released, the number of the window that skipped most.
+        """
+        skipped = {key: runner.skipped for key, runner in self._runners.items()}
+        return self._skipped_before + skipped.pop(WHOLE, 0) + max(skipped.values(), default=0)
 
     def check_skipped(self) -> None:
         """Raise if 20 steps in a row were skipped. It waits for the device.
 
         `step` does this itself; call it only between replays of a CUDA graph.
         """
-        if self._fused is not None:
-            self._fused.check_skipped()
+        for runner in self._runners.values():
+            runner.check_skipped()
 
     def effective_lr(self) -> list[float]:
         """The step size alpha of (3) in the last step of each group, averaged over its parameters.
 
         0 for a group that has not stepped. It waits for the device.
         """
-        sizes = self._result.step_sizes
-        # A host sync, one for a tensor; only the user calls this, not the step.
-        values = sizes.tolist() if isinstance(sizes, Tensor) else [float(size) for size in sizes]
-        used = dict(zip(self._stepped, values, strict=True))
+        used: dict[Tensor, float] = {}
+        for runner in self._runners.values():
+            used |= runner.step_sizes()
         groups = [
             [used[param] for param in group["params"] if param in used]
             for group in self.param_groups
@@ -272,7 +371,7 @@ class FactoredOptimizer(Optimizer):
 
         Returns a list with a `Row` for each group, which prints as a table. It needs only shapes
         and settings, so it works before the first step and on the meta device. Of sharded
-        parameters it counts all shards.
+        parameters it counts all shards. Its `left_out` has what `for_model` left out, and why.
 
         Example:
             >>> import torch, maxfactor
@@ -284,7 +383,7 @@ class FactoredOptimizer(Optimizer):
             >>> table.total.state_bytes
             2808
         """
-        return Description(
+        rows = [
             describe_group(
                 str(group.get("kind", index)),
                 self.named_group(index),
@@ -292,7 +391,8 @@ class FactoredOptimizer(Optimizer):
                 group["lr"],
             )
             for index, group in enumerate(self.param_groups)
-        )
+        ]
+        return Description(rows, self.left_out)
 
     def named_group(self, index: int) -> list[tuple[str, Tensor]]:
         """A group's parameters with their names; the fourth unnamed one of all is `param_3`."""
@@ -382,16 +482,20 @@ def _full_precision() -> ExitStack:
     return stack
 
 
-def _fused_step(
-    inputs: list[StepInput],
-    flat: list[Tensor],
-    groups: list[GroupStep],
-    before: FusedStep | None,
-) -> FusedStep:
-    """Plan the fused step. Imported here, because the torch backend does not need Triton."""
-    from maxfactor.backends.triton.step import make_step
+def _as_input(groups: Sequence[GroupStep], each: Member) -> StepInput:
+    """What a backend gets; a missing gradient is taken for one like the parameter."""
+    group, param = groups[each.group], each.param
+    grad = param if param.grad is None else param.grad
+    rule = group.rules.of(tuple(param.shape))
+    return StepInput(each.name, param, grad, rule, group.lr, each.group, window=each.window)
 
-    return make_step(inputs, flat, groups, before)
+
+def _idle(
+    groups: Sequence[GroupStep], members: Sequence[Member], inputs: Sequence[StepInput]
+) -> list[StepInput]:
+    """The members that are not stepped; they choose the kernels together with those that are."""
+    active = {id(each.param) for each in inputs}
+    return [_as_input(groups, each) for each in members if id(each.param) not in active]
 
 
 def _complete(optimizer: Optimizer, packed: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from maxfactor_speech.compare.runs import RunResult
+    from maxfactor_speech.memory import Row
     from maxfactor_speech.training.evaluation import Evaluation
     from maxfactor_speech.training.loop import TrainingResult
     from maxfactor_speech.training.settings import Settings
@@ -263,6 +265,39 @@ def bench(
     measure(given, prog="maxfactor bench")
 
 
+@app.command()
+def memory(
+    model: Annotated[
+        str, typer.Argument(help="tiny, base, small, medium, large-v2, large-v3, or a model folder")
+    ],
+    dtype: Annotated[str, typer.Option(help="Of the weights: bf16, fp16 or fp32")] = "bf16",
+    batch_size: Annotated[int, typer.Option(help="Examples; of speech, 30 s each")] = 1,
+    tokens: Annotated[int, typer.Option(help="Tokens of text per example")] = 448,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Compute activations twice")
+    ] = False,
+    release_gradients: Annotated[
+        bool,
+        typer.Option("--release-gradients", help="Free gradients in backward (our recipes alone)"),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes")] = False,
+) -> None:
+    """Estimate the GPU memory that training a model takes with each optimizer.
+
+    Example: maxfactor memory large-v3 --gradient-checkpointing --release-gradients
+    """
+    with _one_line_errors():
+        from maxfactor_speech.memory import memory_table
+
+        rows = memory_table(
+            model, dtype, batch_size, tokens, gradient_checkpointing, release_gradients
+        )
+        if as_json:
+            typer.echo(json.dumps([row.as_dict() for row in rows], indent=1))
+        else:
+            _print_memory(rows)
+
+
 def main() -> None:
     """Run the command."""
     app()
@@ -424,6 +459,19 @@ def _print_summary(
     typer.echo(f"metrics: {out / METRICS}")
     typer.echo("try it:")
     typer.echo(f"  {_transcribe_command(out, out)}")
+
+
+def _print_memory(rows: list[Row]) -> None:
+    parts = ("weights", "gradients", "state", "borrowed", "activations", "total")
+    lines: list[tuple[str, ...]] = [("GB", *parts, "cards")]
+    for row in rows:
+        sizes = [f"{getattr(row, part) / 1e9:.2f}" for part in parts]
+        cards = f"{row.cards[0]} GB and more" if row.cards else "none up to 80 GB"
+        lines.append((row.optimizer, *sizes, cards))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for first, *numbers, last in lines:
+        cells = [cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=False)]
+        typer.echo("  ".join([first.ljust(widths[0]), *cells, last]))
 
 
 def _transcribe_command(model: Path, out: Path) -> str:

@@ -26,7 +26,7 @@ class StepInput:
     """A parameter with its gradient, rule and state. A backend updates the state in place.
 
     It never writes to the gradient. The state is empty until a backend has been chosen. `group` is
-    the index of the parameter's group.
+    the index of the parameter's group; no batch crosses a `window`.
     """
 
     name: str
@@ -36,6 +36,7 @@ class StepInput:
     lr: float | Tensor
     group: int
     state: State = field(default_factory=dict)
+    window: int = 0
 
 
 @dataclass

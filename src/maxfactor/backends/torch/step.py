@@ -68,7 +68,8 @@ def sort_into_batches(
             continue
         count = host_scalar(each.state["step"])
         key: tuple[object, ...] = (
-            each.param.shape, each.group, each.param.dtype, grads[index].dtype, each.param.device,
+            each.param.shape, each.group, each.window, each.param.dtype, grads[index].dtype,
+            each.param.device,
         )  # fmt: skip
         if is_sharded(each.param) or not (foreach or is_batched(each)):
             key = (index,)

@@ -40,6 +40,7 @@ class LocalParameter:
     grad: Tensor
     rule: TensorRule
     group: int  # index of the parameter's group
+    window: int  # no batch crosses it
     state: State
     whole: Shape
     first: Shape  # index in the whole parameter of the first local element
@@ -100,4 +101,6 @@ def local_parameter(step_io: StepInput) -> LocalParameter:
     if shards_of(param) and rule.is_stochastic(param.dtype):
         first = first_index(param)
     grad = local_tensor(step_io.grad)
-    return LocalParameter(local_tensor(param), grad, rule, step_io.group, state, whole, first)
+    return LocalParameter(
+        local_tensor(param), grad, rule, step_io.group, step_io.window, state, whole, first
+    )

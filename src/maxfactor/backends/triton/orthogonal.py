@@ -43,14 +43,14 @@ class OrthogonalBuffer:
     def __init__(self, params: Sequence[LocalParameter]) -> None:
         self.device = params[0].param.device
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        owners_of: dict[tuple[int, int], list[int]] = {}
+        owners_of: dict[tuple[int, int, int], list[int]] = {}  # by window, m and n
         for owner, param in enumerate(params):
             if param.param.numel() and param.flags & Flag.ORTHOGONAL:
                 m, n, _ = param.matrices[0]
-                owners_of.setdefault((m, n), []).append(owner)
+                owners_of.setdefault((param.window, m, n), []).append(owner)
         self._shapes: list[EqualMatrices] = []
         self._numel = 0
-        for (m, n), owners in owners_of.items():
+        for (_, m, n), owners in owners_of.items():
             self._shapes.append(EqualMatrices(m, n, owners, self._numel))
             self._numel += -(-m * n * len(owners) // GRAIN) * GRAIN
         self._buffer: Tensor | None = None
@@ -74,6 +74,15 @@ class OrthogonalBuffer:
             matrices = self._buffer[start : start + m * n * len(owners)].view(-1, m, n)
             for batch in matrices.split(max(1, BATCH_NUMEL // (m * n))):
                 orthogonalize_(batch)
+
+    @property
+    def borrowed_bytes(self) -> int:
+        """What a step on a GPU borrows: the buffer, and the iteration's copies of one batch."""
+        batches = []
+        for m, n, owners, _ in self._shapes:
+            count, short = min(len(owners), max(1, BATCH_NUMEL // (m * n))), min(m, n)
+            batches.append(count * (2 * m * n + 3 * short * short))  # X twice; A, P, a product
+        return torch.bfloat16.itemsize * (self._numel + max(batches, default=0))
 
     def release(self) -> None:
         """Return the memory to torch."""

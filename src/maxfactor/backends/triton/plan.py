@@ -122,16 +122,16 @@ class LaunchPlan:
     Args:
         params: Those of equal keys side by side.
         keys: The launch key of each.
-        group_of: The index of each parameter's settings.
         rate_addresses: Where the learning rate of each group of settings is.
+        idle: Parameters that are not stepped but choose the kernels together with `params`.
     """
 
     def __init__(
         self,
         params: Sequence[LocalParameter],
         keys: Sequence[LaunchKey],
-        group_of: Sequence[int],
         rate_addresses: Sequence[int],
+        idle: Sequence[tuple[LaunchKey, LocalParameter]] = (),
     ) -> None:
         self.matrices: list[list[int]] = []  # rows of `Tables.matrices`
         self.tiles: list[tuple[int, int]] = []  # (matrix, how many)
@@ -139,13 +139,16 @@ class LaunchPlan:
         self.first_matrix: list[int] = []  # of each tensor
         self.tasks: list[tuple[int, int, int]] = []  # rows of `Tables.tasks`
         self.sizes = BufferSizes()
-        self._general = {
-            key for key, param in zip(keys, params, strict=True) if is_general(param.rule)
-        }
+        own = zip(keys, params, strict=True)
+        self._general = {key for key, param in (*own, *idle) if is_general(param.rule)}
         self._groups: dict[LaunchKey, LaunchGroup] = {}
-        for owner, (param, key, index) in enumerate(zip(params, keys, group_of, strict=True)):
-            common = {Column.OWNER: owner, Column.GROUP: index, Column.LR: rate_addresses[index]}
+        for owner, (param, key) in enumerate(zip(params, keys, strict=True)):
+            rate = rate_addresses[param.group]
+            common = {Column.OWNER: owner, Column.GROUP: param.group, Column.LR: rate}
             self._add(param, key, {**common, **columns_of(param)})
+        for key, param in idle:
+            if key in self._groups and param.matrices:
+                self._group(key, param.flags)
         self.groups = [group for group in self._groups.values() if group.tiles > 0]
 
     def matrices_of(self, owner: int) -> range:
@@ -246,7 +249,10 @@ def columns_of(param: LocalParameter) -> dict[Column, int]:
 
 
 def keys_of(params: Sequence[LocalParameter]) -> list[LaunchKey]:
-    """The launch key of each tensor; at most two if possible, for at most eight launches."""
+    """The launch key of each tensor; at most two if possible, for at most eight launches.
+
+    It depends on the parameters that are not stepped, too, so they must be among `params`.
+    """
     keys = [
         LaunchKey(
             param_dtype=param.param.dtype,

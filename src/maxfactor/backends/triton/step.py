@@ -42,6 +42,8 @@ class FusedStep:
         flat: All parameters of all groups, those without a gradient included.
         groups: The rules and rates of all groups.
         status: The status of a predecessor, whose counters are carried on.
+        idle: The optimizer's other parameters. They choose the kernels together with those that
+            are stepped, so that the result does not depend on who is stepped together.
     """
 
     def __init__(
@@ -50,12 +52,15 @@ class FusedStep:
         flat: Sequence[Tensor],
         groups: Sequence[GroupStep],
         status: StepStatus | None = None,
+        idle: Sequence[StepInput] = (),
     ) -> None:
         self._device = step_io[0].param.device
         for each in step_io:
             each.state["step"] = each.state["step"].to(self._device, non_blocking=True)
         params = [local_parameter(each) for each in step_io]
-        keys = keys_of(params)
+        others = [local_parameter(each) for each in idle]
+        all_keys = keys_of([*params, *others])
+        keys, idle_keys = all_keys[: len(params)], all_keys[len(params) :]
         # Tensors of a launch group side by side.
         order = sorted(range(len(params)), key=lambda index: (str(keys[index]), index))
         params, keys = [params[i] for i in order], [keys[i] for i in order]
@@ -65,7 +70,10 @@ class FusedStep:
         self._uploads = uploads = Uploads(self._device)
         self._group_tables = GroupTables(groups, uploads)
         plan = LaunchPlan(
-            params, keys, [each.group for each in params], self._group_tables.rate_addresses
+            params,
+            keys,
+            self._group_tables.rate_addresses,
+            list(zip(idle_keys, others, strict=True)),
         )
         self._inputs = Inputs(ordered, params, keys, flat)
         self.owners = self._inputs.owners  # the optimizer's parameters, in the kernels' order
@@ -182,6 +190,7 @@ def make_step(
     flat: Sequence[Tensor],
     groups: Sequence[GroupStep],
     previous: FusedStep | None = None,
+    idle: Sequence[StepInput] = (),
 ) -> FusedStep:
     """Plan the steps of a list of tensors; the counters of a `previous` plan are carried on."""
-    return FusedStep(step_io, flat, groups, None if previous is None else previous.status)
+    return FusedStep(step_io, flat, groups, None if previous is None else previous.status, idle)

@@ -1,0 +1,91 @@
+"""Runs the steps of one list of parameters: those of an optimizer, or those of a window."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from maxfactor.backends.guard import Guard
+from maxfactor.backends.step_io import StepResult
+from maxfactor.backends.torch.step import step as torch_step
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from maxfactor.backends.step_io import GroupStep, StepInput
+    from maxfactor.backends.triton.step import FusedStep
+    from maxfactor.settings import Execution
+
+
+class Runner:
+    """What is kept from one step to the next: the fused plan, the guard, the last step sizes."""
+
+    def __init__(self) -> None:
+        self._guard = Guard()
+        self.fused: FusedStep | None = None
+        self._result = StepResult()
+        self._stepped: list[Tensor] = []
+
+    def fits(
+        self, flat: Sequence[Tensor], groups: Sequence[GroupStep], states: Mapping[Tensor, object]
+    ) -> bool:
+        """Whether there is a fused plan for these parameters, states and rules."""
+        return self.fused is not None and self.fused.fits(flat, groups, states)
+
+    def plan(
+        self,
+        inputs: Sequence[StepInput],
+        flat: Sequence[Tensor],
+        groups: Sequence[GroupStep],
+        idle: Sequence[StepInput],
+    ) -> None:
+        """Plan the fused step. Imported here, because the torch backend does not need Triton."""
+        from maxfactor.backends.triton.step import make_step
+
+        self.fused = make_step(inputs, flat, groups, self.fused, idle)
+
+    def run_torch(self, inputs: Sequence[StepInput], execution: Execution) -> None:
+        """Take a step by the torch backend, with the guard on the host."""
+        check = execution.nonfinite != "ignore"
+        result = torch_step(inputs, check=check, foreach=bool(execution.foreach))
+        if result.nonfinite:
+            self._guard.failed(result.nonfinite, execution.nonfinite)
+        else:
+            self._guard.passed()
+            self._result, self._stepped = result, [each.param for each in inputs]
+
+    def run_fused(
+        self,
+        groups: Sequence[GroupStep],
+        execution: Execution,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Launch a step; the device decides whether to skip it, and counts."""
+        assert self.fused is not None
+        self._result = self.fused.step(
+            groups, nonfinite=execution.nonfinite, grad_scale=grad_scale, found_inf=found_inf
+        )
+        self._stepped = self.fused.owners
+
+    def drop_plan(self) -> None:
+        """Free the buffers of the fused step; the host goes on counting."""
+        self._guard.skipped, self.fused = self.skipped, None
+
+    @property
+    def skipped(self) -> int:
+        """The number of skipped steps; may wait for the device."""
+        return self._guard.skipped + (0 if self.fused is None else self.fused.skipped)
+
+    def check_skipped(self) -> None:
+        """Raise after too many skipped steps in a row; waits for the device."""
+        if self.fused is not None:
+            self.fused.check_skipped()
+
+    def step_sizes(self) -> dict[Tensor, float]:
+        """The step size of each parameter in the last step; waits for the device."""
+        sizes = self._result.step_sizes
+        # A host sync, one for a tensor; only the user calls this, not the step.
+        values = sizes.tolist() if isinstance(sizes, Tensor) else [float(size) for size in sizes]
+        return dict(zip(self._stepped, values, strict=True))

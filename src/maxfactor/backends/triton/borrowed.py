@@ -1,0 +1,35 @@
+"""The memory that a fused step borrows, from a plan on the meta device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from maxfactor.backends.triton.buffers import Buffers
+from maxfactor.backends.triton.local_parameters import local_parameter
+from maxfactor.backends.triton.orthogonal import OrthogonalBuffer
+from maxfactor.backends.triton.plan import LaunchPlan, keys_of
+from maxfactor.backends.triton.status import StepStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from maxfactor.backends.step_io import StepInput
+
+
+def borrowed_bytes(inputs: Sequence[StepInput]) -> tuple[int, int]:
+    """Bytes that a plan keeps between steps, and bytes for the time of a step.
+
+    Args:
+        inputs: The parameters of the plan, on the meta device.
+    """
+    params = [local_parameter(each) for each in inputs]
+    keys = keys_of(params)
+    order = sorted(range(len(params)), key=lambda index: (str(keys[index]), index))
+    params, keys = [params[i] for i in order], [keys[i] for i in order]
+    plan = LaunchPlan(params, keys, [0] * (1 + max(each.group for each in params)))
+    status = StepStatus([each.name for each in inputs], params[0].param.device)
+    buffers = Buffers(plan, status)
+    kept = sum(tensor.nbytes for tensor in (*buffers.partials, *buffers.results))
+    tables = 8 * sum(map(len, plan.matrices)) + 12 * len(plan.tasks)  # int64, three int32
+    tables += 4 * (plan.tile_count + sum(group.block_count for group in plan.groups))
+    return kept + tables, buffers.sign_bits().nbytes + OrthogonalBuffer(params).borrowed_bytes

@@ -1,0 +1,250 @@
+"""`release_gradients`: steps parameters during backward and frees their gradients at once.
+
+References:
+    Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources", 2023:
+        the update is fused with backward.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+from maxfactor.distributed.placement import is_sharded
+from maxfactor.optimizer import FactoredOptimizer
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from maxfactor.backends.dispatch import Backend
+    from maxfactor.windows import Member
+
+
+def release_gradients(model: nn.Module, optimizer: FactoredOptimizer) -> GradientRelease:
+    """Step parameters during backward, and free their gradients at once.
+
+    The parameters of each group are cut, in their order, into windows of at most 33.5 M elements:
+    64 MiB of gradients in bfloat16. A window is stepped in backward as soon as all of its gradients
+    are there. The result is that of `optimizer.step()` after backward, bit for bit. Only the check
+    for gradients that are not finite works window by window.
+
+    The loop stays as it is: `optimizer.step()` steps the windows that backward left, because some
+    of their parameters had no gradient, and has nothing to do if there are none. The learning rate
+    is that of the time of backward, so call `scheduler.step()` after it, as usual.
+
+    Refused with an error, because a gradient is used before they could act: several backwards for
+    a step (gradient accumulation), GradScaler, CUDA graphs (`capturable=True`), sharded parameters
+    and several processes. Clipping after backward finds no gradient and does nothing; leave it
+    out, as the step is bounded.
+
+    Args:
+        model: The model that the optimizer trains; it may be compiled.
+        optimizer: A MaxFactor or Adafactor with parameters of this model.
+
+    Returns:
+        A handle. `handle.remove()`, or the end of a `with` block, restores the usual step.
+
+    Example:
+        >>> import torch, maxfactor
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = maxfactor.for_model(model, recipe="lean")
+        >>> handle = maxfactor.release_gradients(model, optimizer)
+        >>> model(torch.randn(8, 4)).square().mean().backward()
+        >>> model.weight.grad is None
+        True
+        >>> optimizer.step()
+        >>> handle.remove()
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, FactoredOptimizer):
+        raise TypeError(
+            f"optimizer must be a MaxFactor or Adafactor of maxfactor, got "
+            f"{type(optimizer).__name__}; only these step window by window"
+        )
+    if optimizer.release is not None:
+        raise ValueError(
+            "the gradients of this optimizer are released already; call remove() on the first "
+            "handle before releasing them again"
+        )
+    if optimizer.defaults["capturable"]:
+        raise ValueError(
+            "release_gradients does not support capturable=True: a CUDA graph would replay the "
+            "windows of one backward; build the optimizer with capturable=False"
+        )
+    _check_processes(model)
+    _check_parameters(model, optimizer)
+    return GradientRelease(optimizer)
+
+
+class GradientRelease:
+    """The handle of `release_gradients`; also a context manager that removes it at its end."""
+
+    def __init__(self, optimizer: FactoredOptimizer) -> None:
+        self._optimizer = optimizer
+        self._hooks: dict[Tensor, RemovableHandle] = {}
+        self._members: list[Member] = []
+        self._windows: dict[int, list[Member]] = {}
+        self._window_of: dict[Tensor, int] = {}
+        self._missing: dict[int, set[Tensor]] = {}  # by window: gradients yet to come
+        self._arrived: set[Tensor] = set()  # parameters whose gradient came since the last step
+        self._backend: Backend | None = None
+        self._lock = RLock()
+        self._scaled_before = getattr(optimizer, "_step_supports_amp_scaling", False)
+        optimizer._step_supports_amp_scaling = True  # so GradScaler calls step, which refuses it
+        optimizer.drop_plans()
+        optimizer.release = self
+        self.refresh()
+
+    def __enter__(self) -> GradientRelease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Restore the usual step. Gradients that are still there stay for it."""
+        if self._optimizer.release is not self:
+            return
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        self._optimizer.release = None
+        self._optimizer.drop_plans()
+        self._optimizer._step_supports_amp_scaling = self._scaled_before
+
+    # ------------------------------------------------------------------- called by the optimizer
+
+    def refresh(self) -> None:
+        """Cut the present parameters into windows, and hook those that are new or unfrozen."""
+        self._members = self._optimizer.members()
+        by_window = groupby(self._members, key=lambda each: each.window)
+        self._windows = {window: list(members) for window, members in by_window}
+        self._window_of = {each.param: each.window for each in self._members}
+        for param in [param for param in self._hooks if param not in self._window_of]:
+            self._hooks.pop(param).remove()
+        for param in self._window_of:
+            if param.requires_grad and param not in self._hooks:
+                self._hooks[param] = param.register_post_accumulate_grad_hook(self._take)
+        self._expect()
+
+    def restart(self) -> None:
+        """Expect a new backward."""
+        self._arrived.clear()
+        self._backend = None
+        if self._is_outdated():
+            self.refresh()
+        else:
+            self._expect()
+
+    def finish(self) -> None:
+        """Step the windows that backward left; refuse GradScaler."""
+        optimizer = self._optimizer
+        scaling = [name for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)]
+        if scaling:  # set by GradScaler, which does not clear them after an error
+            for name in scaling:
+                delattr(optimizer, name)
+            raise RuntimeError(
+                "released gradients cannot be used with GradScaler: backward has already stepped "
+                "with scaled gradients; train in bfloat16 without a scaler, or call "
+                "handle.remove(), and start again from the weights before this backward"
+            )
+        if not self._arrived and optimizer.rehearse():
+            self._free(self._members)
+        else:
+            for window in list(self._windows):
+                self._step(window)
+        self.restart()
+
+    # -------------------------------------------------------------------------------- in backward
+
+    @_disable_dynamo
+    def _take(self, param: Tensor) -> None:
+        """Note that a gradient is complete; step its window if it is the last one."""
+        with self._lock:  # autograd has a thread for each device
+            self._check_arrival(param)
+            self._arrived.add(param)
+            window = self._window_of[param]
+            self._missing[window].discard(param)
+            if not self._missing[window]:
+                self._step(window)
+
+    def _check_arrival(self, param: Tensor) -> None:
+        if not self._arrived:  # once for each backward
+            _check_processes(None)
+        if param not in self._arrived:
+            return
+        name = next(each.name for each in self._members if each.param is param)
+        raise RuntimeError(
+            f"parameter {name!r} got a second gradient before optimizer.step(), but released "
+            "gradients cannot be accumulated: the first one may have been used already; call "
+            "optimizer.step() after every backward, with larger batches instead of accumulation "
+            "(and checkpoint(use_reentrant=False) for layers that are used twice), or call "
+            "handle.remove()"
+        )
+
+    def _step(self, window: int) -> None:
+        """Step the members of a window that have a gradient, and free it."""
+        members = self._windows[window]
+        if all(each.param.grad is None for each in members):
+            return
+        if self._backend is None:
+            self._backend = self._optimizer.choose_backend(self._members)
+        self._optimizer.step_window(members, self._backend)
+        self._free(members)
+
+    @staticmethod
+    def _free(members: list[Member]) -> None:
+        for each in members:
+            each.param.grad = None
+
+    def _expect(self) -> None:
+        """Expect a gradient of every trainable parameter that has not had one."""
+        self._missing = {
+            window: {
+                each.param
+                for each in members
+                if each.param.requires_grad and each.param not in self._arrived
+            }
+            for window, members in self._windows.items()
+        }
+
+    def _is_outdated(self) -> bool:
+        """Whether parameters were replaced, or unfrozen, since `refresh`."""
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        flat = [param for group in groups for param in group["params"]]
+        return len(flat) != len(self._members) or any(
+            param is not each.param or (param.requires_grad and param not in self._hooks)
+            for param, each in zip(flat, self._members, strict=True)
+        )
+
+
+def _check_processes(model: nn.Module | None) -> None:
+    """Refuse data-parallel training, which averages gradients after they would be used."""
+    is_wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
+    if is_wrapped or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        raise RuntimeError(
+            "release_gradients is for one process: with several, gradients are averaged or "
+            "sharded after backward has used them here; train without it, and shard the model by "
+            "fully_shard to save memory"
+        )
+
+
+def _check_parameters(model: nn.Module, optimizer: FactoredOptimizer) -> None:
+    own = set(model.parameters())
+    for each in optimizer.members():
+        if is_sharded(each.param):
+            raise RuntimeError(
+                f"release_gradients does not support sharded parameters, and parameter "
+                f"{each.name!r} is a DTensor; its gradient is sharded as well, so train without it"
+            )
+        if each.param not in own:
+            raise ValueError(
+                f"parameter {each.name!r} of the optimizer is not in the model "
+                f"{type(model).__name__}; give the model that the optimizer was built for"
+            )

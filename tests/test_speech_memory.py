@@ -1,0 +1,121 @@
+"""`maxfactor memory`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.autograd.graph import saved_tensors_hooks
+from typer.testing import CliRunner
+
+from maxfactor_speech import memory
+from maxfactor_speech.bench.shapes import elements, shapes
+from maxfactor_speech.cli import app
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["memory", *arguments])
+
+
+def whisper() -> Any:
+    return transformers.WhisperConfig(
+        vocab_size=500, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=256, decoder_ffn_dim=256, num_mel_bins=16,
+        max_source_positions=200, max_target_positions=100, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+
+
+def test_the_table() -> None:
+    usual = run("tiny", "--dtype", "fp32", "--json")
+    assert usual.exit_code == 0, usual.output
+    rows = {row["optimizer"]: row for row in json.loads(usual.output)}
+    assert list(rows) == [label for label, _, _ in memory.ROWS]
+    count = elements(shapes("whisper-tiny"))
+    adamw = rows["AdamW, weights in fp32"]
+    assert adamw["weights"] == 4 * count
+    assert adamw["state"] == pytest.approx(2 * adamw["gradients"], rel=1e-3)
+    for row in rows.values():
+        parts = ("weights", "gradients", "state", "borrowed", "activations")
+        assert row["total"] == sum(row[part] for part in parts) + memory.CONTEXT
+        assert row["cards"] == [card for card in memory.CARDS if row["total"] <= card * 2**30]
+    text = run("tiny", "--dtype", "fp32").output.splitlines()
+    assert text[0].split() == ["GB", *parts, "total", "cards"]
+    assert f"{rows['lean']['total'] / 1e9:.2f}" in text[3]
+
+
+def test_large_whisper_fits_a_small_card() -> None:
+    """Only with both savings; AdamW needs several times as much."""
+    options = ["large-v3", "--json"]
+    usual = json.loads(run(*options).output)
+    saving = json.loads(run(*options, "--gradient-checkpointing", "--release-gradients").output)
+    for row, less in zip(usual[:3], saving[:3], strict=True):
+        assert row["cards"][0] > 8
+        assert less["cards"][0] == 8
+        assert less["gradients"] < row["gradients"] / 10
+        assert less["activations"] < row["activations"] / 5
+    assert saving[3]["cards"][0] == 40
+    assert saving[3]["gradients"] == usual[3]["gradients"]
+
+
+def test_folders(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=60, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    rows = json.loads(run(str(tmp_path), "--json", "--tokens", "100").output)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    assert rows[0]["weights"] >= 2 * sum(param.numel() for param in model.parameters())
+    assert rows[0]["activations"] == 100 * (2 * 2 * (9 * 32 + 4 * 64) + 16 * 60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["huge"], "huge is neither a size of Whisper (tiny, "),
+        (["tiny", "--dtype", "int8"], "--dtype must be one of fp32, bf16, fp16, got int8"),
+        (["tiny", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+    ],
+)
+def test_errors(arguments: list[str], message: str) -> None:
+    found = run(*arguments)
+    assert found.exit_code == 2
+    assert message in found.stderr
+
+
+def test_unknown_architectures(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["Mine"]}')
+    assert "names no known architecture, but 'Mine'" in run(str(tmp_path)).stderr
+    (tmp_path / "config.json").write_text("{")
+    assert "cannot be read" in run(str(tmp_path)).stderr
+
+
+def test_the_formula_counts_what_a_whisper_saves() -> None:
+    """Within 15 % of the tensors that autograd really keeps."""
+    config, tokens = whisper(), 80
+    model = transformers.WhisperForConditionalGeneration(config).train()
+    own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(
+            input_features=torch.randn(1, 16, 400),
+            labels=torch.randint(3, 500, (1, tokens)),
+            use_cache=False,
+        )
+    real = sum(storage.nbytes() for storage in kept.values())
+    scores = memory.SCORE_BYTES * tokens * 500
+    found = memory.activation_bytes(config, tokens, 4, checkpointing=False) - scores
+    assert found == pytest.approx(real - 4 * tokens * 500, rel=0.15)
