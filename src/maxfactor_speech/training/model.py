@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import WhisperConfig, WhisperForConditionalGeneration
+from transformers import GenerationConfig, WhisperConfig, WhisperForConditionalGeneration
 from transformers.models.whisper.modeling_whisper import sinusoids
 
 from maxfactor_speech.data.tokens import IGNORED
@@ -75,7 +75,21 @@ def whisper(
     )
     model = WhisperForConditionalGeneration(config)
     _initialise(model)
+    model.generation_config = _greedy_generation(config)
     return model
+
+
+def _greedy_generation(config: WhisperConfig) -> GenerationConfig:
+    """Return settings for greedy decoding; `pipeline` would take five beams and 256 tokens."""
+    return GenerationConfig(
+        num_beams=1,
+        max_length=config.max_target_positions,
+        pad_token_id=config.pad_token_id,
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        decoder_start_token_id=config.decoder_start_token_id,
+        is_multilingual=False,
+    )
 
 
 def longest_audio(model: WhisperForConditionalGeneration) -> int:
@@ -131,12 +145,11 @@ def loss_of(model: WhisperForConditionalGeneration, features: Tensor, labels: Te
     The mask is given with four dimensions. Otherwise the decoder inspects its positions on the
     host in each step, which waits for the device, to find out whether texts are packed.
     """
-    start, pad = model.config.decoder_start_token_id, model.config.pad_token_id
+    start = model.config.decoder_start_token_id
     assert start is not None
-    assert pad is not None
     tokens = labels.shape[1]
     inputs = nn.functional.pad(labels[:, :-1], (1, 0), value=start)
-    inputs = inputs.masked_fill(inputs == IGNORED, pad)
+    inputs = inputs.masked_fill(inputs == IGNORED, start)  # any token: nothing after it counts
     mask = torch.ones(tokens, tokens, dtype=torch.bool, device=labels.device).tril()
     output = model.model.decoder(
         input_ids=inputs,
