@@ -630,7 +630,10 @@ def wrong_train(trained: Path, folder: Path) -> list[tuple[list[object], str]]:
             "gone: contains no training to resume; start one without",
         ),
         (["--out", trained], "already contains a training"),
-        (["--task", "sentences", "--model", trained, "--utterances", "2"], "no token for"),
+        (
+            ["--task", "sentences", "--model", trained, "--utterances", "2"],
+            " tokens, but the model takes at most 15; shorten it, or choose another --model",
+        ),
     ]
 
 

@@ -46,6 +46,23 @@ def utterance(number: int, language: str) -> Utterance:
     return Utterance(wave.astype(np.int16), " ".join(WORDS[language][one] for one in spoken))
 
 
+class Spoken:
+    """Utterances in memory."""
+
+    def __init__(self, language: str, count: int = 4) -> None:
+        self._utterances = [utterance(number, language) for number in range(count)]
+        self.lengths = np.array([len(one.samples) for one in self._utterances], np.int32)
+
+    def __len__(self) -> int:
+        return len(self._utterances)
+
+    def __getitem__(self, number: int) -> Utterance:
+        return self._utterances[number]
+
+    def text(self, number: int) -> str:
+        return self._utterances[number].text
+
+
 def tokenizer(seconds: int, multilingual: bool = True) -> WhisperTokenizer:
     letters = sorted({*"abcdefghijklmnopqrstuvwxyz,.!?'", "Ġ", *map(chr, range(65, 91))})
     words = sorted({f"Ġ{word}" for own in WORDS.values() for word in own})
@@ -86,10 +103,10 @@ def generation(words: WhisperTokenizer, multilingual: bool = True) -> Generation
     return GenerationConfig(**own)
 
 
-def config(words: WhisperTokenizer, seconds: int, mels: int = 80) -> WhisperConfig:
+def config(words: WhisperTokenizer, seconds: int) -> WhisperConfig:
     end = words.eos_token_id
     return WhisperConfig(
-        vocab_size=len(words), num_mel_bins=mels, d_model=48, encoder_layers=1, decoder_layers=1,
+        vocab_size=len(words), d_model=48, encoder_layers=1, decoder_layers=1,
         encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=96,
         decoder_ffn_dim=96, max_source_positions=50 * seconds, max_target_positions=32,
         pad_token_id=end, bos_token_id=end, eos_token_id=end, init_std=0.1,
@@ -99,15 +116,15 @@ def config(words: WhisperTokenizer, seconds: int, mels: int = 80) -> WhisperConf
 
 
 def make_folder(
-    folder: Path, seconds: int, steps: int, multilingual: bool = True, mels: int = 80
+    folder: Path, seconds: int, steps: int, multilingual: bool = True, space: str = " "
 ) -> None:
     """Pretrain the usual way: padded to the extractor's length, prompt with language and task."""
     torch.manual_seed(0)
     words = tokenizer(seconds, multilingual)
-    extractor = WhisperFeatureExtractor(feature_size=mels, chunk_length=seconds)
-    model = WhisperForConditionalGeneration(config(words, seconds, mels))
+    extractor = WhisperFeatureExtractor(chunk_length=seconds)
+    model = WhisperForConditionalGeneration(config(words, seconds))
     model.generation_config = generation(words, multilingual)
-    pretrain(model, words, extractor, steps)
+    pretrain(model, words, extractor, steps, space)
     model.save_pretrained(folder)
     WhisperProcessor(extractor, words).save_pretrained(folder)
 
@@ -117,6 +134,7 @@ def pretrain(
     words: WhisperTokenizer,
     extractor: WhisperFeatureExtractor,
     steps: int,
+    space: str,
     batch: int = 8,
 ) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
@@ -129,11 +147,9 @@ def pretrain(
         features = extractor(waves, sampling_rate=SAMPLE_RATE, return_tensors="pt").input_features
         if len(languages) > 1:
             words.set_prefix_tokens(language=language, task="transcribe")
-        rows = words([f" {one.text}" for one in spoken], padding=True, return_tensors="pt")
+        rows = words([space + one.text for one in spoken], padding=True, return_tensors="pt")
         labels = rows.input_ids.masked_fill(rows.attention_mask == 0, -100)[:, 1:]
         loss = model(input_features=features, labels=labels).loss
-        if step % 20 == 19:
-            print(step, round(float(loss.detach()), 3))
         loss.backward()
         optimizer.step()
         schedule.step()

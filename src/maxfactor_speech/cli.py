@@ -290,8 +290,8 @@ def bench(
 
 
 def _span(segment: Segment) -> str:
-    end = "" if segment.end is None else f"{segment.end:.2f}"
-    return f"{segment.start:.2f}-{end}"
+    times = (segment.start, segment.end)
+    return "-".join("" if time is None else f"{time:.2f}" for time in times)
 
 
 def main() -> None:

@@ -123,8 +123,8 @@ class PipelineDecoder:
 class Segment(NamedTuple):
     """A part of a transcript, with its place in the recording in seconds."""
 
-    start: float
-    end: float | None  # None if the recording ends before the segment does
+    start: float | None  # None where the model wrote no time stamp
+    end: float | None
     text: str
 
 

@@ -12,7 +12,7 @@ from maxfactor_speech.data import corpus, recordings, synthesis
 from maxfactor_speech.data.batches import Utterances, collate, seconds_needed
 from maxfactor_speech.data.features import extract
 from maxfactor_speech.data.recordings import RecordedUtterances
-from maxfactor_speech.data.tokens import Codec
+from maxfactor_speech.data.tokens import IGNORED, Codec
 from maxfactor_speech.errors import InputError
 from maxfactor_speech.training.model import SIZES, longest_audio, loss_of, whisper
 from maxfactor_speech.training.model_folder import load_model
@@ -87,9 +87,9 @@ def prefers_space(recogniser: Recogniser, data: Utterances, count: int = 2) -> b
     model, codec, extractor = recogniser
     batch = collate(data, range(min(count, len(data))), extractor.n_samples)
     features = extract(extractor, batch.samples)
+    rows = [codec.labels([space + text for text in batch.texts]) for space in ("", " ")]
     plain, spaced = (
-        float(loss_of(model, features, codec.labels([space + text for text in batch.texts])))
-        for space in ("", " ")
+        float(loss_of(model, features, labels) * (labels != IGNORED).sum()) for labels in rows
     )
     return spaced < plain
 
@@ -200,8 +200,8 @@ def _check_fit(data: Utterances, recogniser: Recogniser, name: str) -> None:
         tokens = len(codec.encode(text)) - len(codec.start) + 1  # without the prompt
         if tokens > most:
             raise InputError(
-                f"{where}: its transcript has {tokens} tokens, but the model takes at most {most}; "
-                "leave it out or cut it in two"
+                f"{where}: {text!r} has {tokens} tokens, but the model takes at most {most}; "
+                "shorten it, or choose another --model"
             )
     longest, limit = seconds_needed(data), longest_audio(model)
     if longest > limit:
