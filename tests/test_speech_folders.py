@@ -91,7 +91,7 @@ def heard(folder: Path, spoken: Path, name: str = "check.tsv", **options: Any) -
     """What transformers' pipeline writes, one recording at a time."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        recognise = pipeline("automatic-speech-recognition", model=str(folder))
+        recognise: Any = pipeline("automatic-speech-recognition", model=str(folder))
         pairs = []
         for one in find_recordings(spoken / name):
             samples, _ = soundfile.read(one.path, dtype="float32")
@@ -385,7 +385,7 @@ def test_long_recordings_are_transcribed_with_time_stamps(
     samples, _ = soundfile.read(long, dtype="float32")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        recognise = pipeline("automatic-speech-recognition", model=str(tuned / "best"))
+        recognise: Any = pipeline("automatic-speech-recognition", model=str(tuned / "best"))
         expected = recognise(samples, return_timestamps=True)
     result = run("transcribe", tuned, long)
     assert result.exit_code == 0, result.output

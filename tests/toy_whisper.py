@@ -110,7 +110,7 @@ def config(words: WhisperTokenizer, seconds: int) -> WhisperConfig:
         encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=96,
         decoder_ffn_dim=96, max_source_positions=50 * seconds, max_target_positions=32,
         pad_token_id=end, bos_token_id=end, eos_token_id=end, init_std=0.1,
-        decoder_start_token_id=words.convert_tokens_to_ids("<|startoftranscript|>"),
+        decoder_start_token_id=words.get_vocab()["<|startoftranscript|>"],
         suppress_tokens=None, begin_suppress_tokens=None,
     )  # fmt: skip
 
@@ -139,7 +139,7 @@ def pretrain(
 ) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
-    languages = list(WORDS) if model.generation_config.is_multilingual else ["en"]  # type: ignore[union-attr]
+    languages = list(WORDS) if "<|de|>" in words.get_vocab() else ["en"]
     for step in range(steps):
         language = languages[step % len(languages)]
         spoken = [utterance(batch * step + one, language) for one in range(batch)]
