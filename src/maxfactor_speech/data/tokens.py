@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IGNORED = -100  # label of padding, which torch's cross-entropy ignores by default
-START, END = "<|startoftranscript|>", "<|endoftext|>"
+PAD, START, END = "<|pad|>", "<|startoftranscript|>", "<|endoftext|>"
+NO_TIMESTAMPS = "<|notimestamps|>"
 
 Unit = Literal["characters", "words"]
 
@@ -32,19 +33,21 @@ class Codec:
         tokenizer: The tokenizer, which is saved with the model.
         start: The prompt, the tokens that decoding starts with.
         end: The token that ends a text.
+        size: The number of tokens that the model has; the tokenizer may have more.
     """
 
     tokenizer: WhisperTokenizer
     start: list[int]
     end: int
+    size: int
 
     @staticmethod
     def build(units: Iterable[str], unit: Unit = "characters") -> Codec:
         """Build a tokenizer of Whisper's class whose tokens are the given characters or words.
 
-        Whisper's tokens are sequences of bytes that grow by merging two tokens. A character or
-        word of several bytes becomes one token by a merge for each byte after the first. Special
-        tokens come last, because transformers reads those after `<|endoftext|>` as time stamps.
+        Whisper's tokens are sequences of bytes that grow by merging two tokens, so a word needs a
+        token for each of its beginnings. Those that are no units come last, and models do not have
+        them. After them is `<|notimestamps|>`: transformers takes later tokens for time stamps.
         The prompt is `<|startoftranscript|>`: such a model knows no languages and no time stamps.
 
         Example:
@@ -53,28 +56,33 @@ class Codec:
             'two one'
         """
         space = " " if unit == "words" else ""  # a word's token contains the space before it
-        spelled = sorted({_spelled(space + unicodedata.normalize("NFC", one)) for one in units})
+        normal = {unicodedata.normalize("NFC", one) for one in units}
+        spelled = [_spelled(space + one) for one in sorted(normal)]
         merged = {piece[:end] for piece in spelled for end in range(2, len(piece) + 1)}
-        tokens = [*sorted({byte for piece in spelled for byte in piece} | merged), END, START]
-        return Codec.of(
-            WhisperTokenizer(
-                vocab={token: number for number, token in enumerate(tokens)},
-                merges=[(one[:-1], one[-1]) for one in sorted(merged, key=lambda one: len(one))],
-                add_prefix_space=unit == "words",
-                predict_timestamps=True,  # the prompt has no <|notimestamps|>
-                pad_token=END,
-                extra_special_tokens=[START],
-            )
+        pieces = {byte for piece in spelled for byte in piece} | merged
+        used = [PAD, START, END, *spelled]
+        tokens = [*used, *sorted(pieces - set(spelled)), NO_TIMESTAMPS]
+        tokenizer = WhisperTokenizer(
+            vocab={token: number for number, token in enumerate(tokens)},
+            merges=[(one[:-1], one[-1]) for one in sorted(merged, key=lambda one: (len(one), one))],
+            add_prefix_space=unit == "words",
+            predict_timestamps=True,  # the prompt has no <|notimestamps|>
+            pad_token=PAD,
+            extra_special_tokens=[START, NO_TIMESTAMPS],
         )
+        return Codec.of(tokenizer, size=len(used))
 
     @staticmethod
-    def of(tokenizer: WhisperTokenizer, start: Sequence[int] | None = None) -> Codec:
-        """Wrap a tokenizer; the default prompt is the tokenizer's own."""
+    def of(
+        tokenizer: WhisperTokenizer, start: Sequence[int] | None = None, size: int | None = None
+    ) -> Codec:
+        """Wrap a tokenizer; by default with its own prompt, for a model that has all its tokens."""
         start = tokenizer.prefix_tokens if start is None else start
-        return Codec(tokenizer, list(start), int(tokenizer.eos_token_id))
+        size = len(tokenizer) if size is None else size
+        return Codec(tokenizer, list(start), int(tokenizer.eos_token_id), size)
 
     def __len__(self) -> int:
-        return len(self.tokenizer)
+        return self.size
 
     def begin_with_space(self) -> None:
         """Encode all texts with a space before them; a folder of the tokenizer keeps it so."""
@@ -107,10 +115,15 @@ class Codec:
         return " ".join(str(text).split())
 
     def missing(self, text: str) -> list[str]:
-        """Return the characters of a text that no tokens can spell."""
+        """Return the characters or words of a text that the model's tokens cannot spell."""
+        normal = unicodedata.normalize("NFC", text)
+        units = set(normal.split() if self.tokenizer.add_prefix_space else normal)
+        return sorted(unit for unit in units if not self._can_spell(unit))
+
+    def _can_spell(self, text: str) -> bool:
+        tokens = self.tokenizer(text, add_special_tokens=False).input_ids
         known = self.tokenizer.get_vocab().keys()
-        characters = set(unicodedata.normalize("NFC", text))
-        return sorted(one for one in characters if not known >= set(_spelled(one)))
+        return max(tokens, default=-1) < self.size and known >= set(_spelled(text))
 
 
 def _spelled(text: str) -> str:

@@ -145,11 +145,12 @@ def loss_of(model: WhisperForConditionalGeneration, features: Tensor, labels: Te
     The mask is given with four dimensions. Otherwise the decoder inspects its positions on the
     host in each step, which waits for the device, to find out whether texts are packed.
     """
-    start = model.config.decoder_start_token_id
+    start, pad = model.config.decoder_start_token_id, model.config.pad_token_id
     assert start is not None
+    assert pad is not None
     tokens = labels.shape[1]
     inputs = nn.functional.pad(labels[:, :-1], (1, 0), value=start)
-    inputs = inputs.masked_fill(inputs == IGNORED, start)  # any token: nothing after it counts
+    inputs = inputs.masked_fill(inputs == IGNORED, pad)
     mask = torch.ones(tokens, tokens, dtype=torch.bool, device=labels.device).tril()
     output = model.model.decoder(
         input_ids=inputs,

@@ -70,11 +70,12 @@ def load_model(folder: Path) -> Recogniser:
     missing = sorted(loaded[1]["missing_keys"])
     if missing:
         raise InputError(f"{folder}: lacks weights of the model, such as {missing[0]}")
-    _check_fit(source, model, tokenizer, extractor)
+    _check_fit(source, model, extractor)
     # Whisper never trains the encoder's sinusoids, but loading makes them trainable.
     model.model.encoder.embed_positions.requires_grad_(False)
     complete_generation(model, tokenizer)
-    return Recogniser(model, Codec.of(tokenizer, prompt(model.generation_config)), extractor)
+    codec = Codec.of(tokenizer, prompt(model.generation_config), model.config.vocab_size)
+    return Recogniser(model, codec, extractor)
 
 
 def _source(folder: Path) -> Path:
@@ -96,28 +97,21 @@ def _check_file(folder: Path, names: tuple[str, ...], what: str) -> None:
 def _check_fit(
     folder: Path,
     model: WhisperForConditionalGeneration,
-    tokenizer: WhisperTokenizer,
     extractor: WhisperFeatureExtractor,
 ) -> None:
-    """Raise InputError if the files of a folder belong to different models."""
+    """Raise InputError if the feature extractor of a folder belongs to another model."""
     config: Any = model.config
     pairs = {
-        "tokens": (len(tokenizer) <= config.vocab_size, len(tokenizer), config.vocab_size),
-        "mel bands": _pair(extractor.feature_size, config.num_mel_bins),
-        "frames": _pair(extractor.nb_max_frames, 2 * config.max_source_positions),
-        "samples per second": _pair(extractor.sampling_rate, SAMPLE_RATE),
+        "mel bands": (extractor.feature_size, config.num_mel_bins),
+        "frames": (extractor.nb_max_frames, 2 * config.max_source_positions),
+        "samples per second": (extractor.sampling_rate, SAMPLE_RATE),
     }
-    for what, (fits, given, taken) in pairs.items():
-        if not fits:
-            file = TOKENIZER_FILES[0] if what == "tokens" else EXTRACTOR_FILES[0]
+    for what, (given, taken) in pairs.items():
+        if given != taken:
             raise InputError(
-                f"{folder}: {file} has {given} {what}, but the model takes {taken}; copy the file "
-                "from the model that this one was made from"
+                f"{folder}: {EXTRACTOR_FILES[0]} has {given} {what}, but the model takes {taken}; "
+                "copy the file from the model that this one was made from"
             )
-
-
-def _pair(given: int, taken: int) -> tuple[bool, int, int]:
-    return given == taken, given, taken
 
 
 def _not_whisper(folder: Path, error: Exception) -> InputError:

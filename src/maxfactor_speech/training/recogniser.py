@@ -16,7 +16,7 @@ from transformers.models.whisper.english_normalizer import (
 )
 from transformers.models.whisper.tokenization_whisper import LANGUAGES, TASK_IDS
 
-from maxfactor_speech.data.tokens import Codec, language_code
+from maxfactor_speech.data.tokens import NO_TIMESTAMPS, Codec, language_code
 from maxfactor_speech.errors import InputError
 from maxfactor_speech.training.model import longest_audio
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from transformers import GenerationConfig, WhisperForConditionalGeneration, WhisperTokenizer
-
-NO_TIMESTAMPS = "<|notimestamps|>"
 
 
 class Recogniser(NamedTuple):
@@ -75,7 +73,8 @@ def complete_generation(
 ) -> None:
     """Add the entries that generation configs of older checkpoints lack, in place."""
     generation: Any = model.generation_config
-    vocabulary = tokenizer.get_vocab()
+    size = model.config.vocab_size
+    vocabulary = {token: number for token, number in tokenizer.get_vocab().items() if number < size}
     if generation.decoder_start_token_id is None:
         generation.decoder_start_token_id = model.config.decoder_start_token_id
     if generation.max_length is None and generation.max_new_tokens is None:
@@ -138,7 +137,7 @@ def with_prompt(
     generation.forced_decoder_ids = None  # an older way to set the prompt
     start = prompt(generation)
     _set_prefix(tokenizer, code, task, start)
-    return recogniser._replace(codec=Codec.of(tokenizer, start))
+    return recogniser._replace(codec=Codec.of(tokenizer, start, len(recogniser.codec)))
 
 
 def _check_english_only(language: str | None, translate: bool | None, name: str) -> None:

@@ -13,6 +13,7 @@ from torch import Generator, Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from maxfactor import MaxFactor
+from maxfactor_speech.data.audio import SAMPLE_RATE
 from maxfactor_speech.data.batches import (
     Batch,
     BatchSlice,
@@ -21,7 +22,7 @@ from maxfactor_speech.data.batches import (
     collated_batches,
     training_batches,
 )
-from maxfactor_speech.data.features import draw_stretches, extract, is_log_mel, spec_augment
+from maxfactor_speech.data.features import GRAIN, draw_stretches, extract, is_log_mel, spec_augment
 from maxfactor_speech.data.tokens import IGNORED
 from maxfactor_speech.errors import InputError
 from maxfactor_speech.training import checkpoint
@@ -47,7 +48,9 @@ if TYPE_CHECKING:
 
     from maxfactor_speech.training.preparation import Prepared
 
-PADDED_TOKENS = 16  # with CUDA graphs, texts are padded to at most six lengths
+# Padding with CUDA graphs: audio in steps of half a second, at most six lengths of text.
+PADDED_SAMPLES = SAMPLE_RATE // 2
+PADDED_TOKENS = 16
 DEVICE_SETTINGS = ("foreach", "fused", "capturable")  # not taken over from a checkpoint
 
 
@@ -320,11 +323,18 @@ class Trainer:
         )
 
     def _padding(self) -> Padding:
-        """Pad audio as `pipeline` does, and texts with CUDA graphs to few lengths."""
+        """Return how far batches are padded: coarsely for CUDA graphs, so that few shapes occur.
+
+        Audio for a model folder is padded as the model was trained, normally to 30 s. A model from
+        scratch learns far faster from audio that is padded as little as possible.
+        """
         samples, tokens = self._extractor.n_samples, self.model.config.max_target_positions
-        if not (self.settings.cuda_graphs and self.device.type == "cuda"):
-            return Padding(samples)
-        return Padding(samples, max(PADDED_TOKENS, tokens // 6), samples, tokens)
+        is_coarse = self.settings.cuda_graphs and self.device.type == "cuda"
+        width = PADDED_SAMPLES if is_coarse else GRAIN
+        if not self.prepared.recogniser.is_plain:
+            width = samples
+        length = max(PADDED_TOKENS, tokens // 6) if is_coarse else 1
+        return Padding(width, length, samples, tokens)
 
     def _seed(self) -> None:
         """Seed all random numbers of a step, from its number and the process only."""
