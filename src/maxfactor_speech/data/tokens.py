@@ -116,9 +116,12 @@ class Codec:
 
     def missing(self, text: str) -> list[str]:
         """Return the characters or words of a text that the model's tokens cannot spell."""
+        return sorted(unit for unit in self.units(text) if not self._can_spell(unit))
+
+    def units(self, text: str) -> set[str]:
+        """Return the words of a text, or its characters if words need not have a space before."""
         normal = unicodedata.normalize("NFC", text)
-        units = set(normal.split() if self.tokenizer.add_prefix_space else normal)
-        return sorted(unit for unit in units if not self._can_spell(unit))
+        return set(normal.split() if self.tokenizer.add_prefix_space else normal)
 
     def _can_spell(self, text: str) -> bool:
         tokens = self.tokenizer(text, add_special_tokens=False).input_ids

@@ -190,8 +190,8 @@ def _check_fit(data: Utterances, recogniser: Recogniser, name: str) -> None:
     for number in range(count):
         text = data.text(number)
         where = data.recordings[number].path if isinstance(data, RecordedUtterances) else name
-        missing = [] if known >= set(text) else codec.missing(text)
-        known |= set(text)
+        missing = [] if known >= codec.units(text) else codec.missing(text)
+        known |= codec.units(text)
         if missing:
             raise InputError(
                 f"{where}: the model has no token for {', '.join(map(repr, missing[:5]))} in "
