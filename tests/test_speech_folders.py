@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -40,6 +39,7 @@ from noise import weights
 from toy_whisper import Spoken, make_folder, utterance
 
 VALIDATION = 16
+resource: Any = pytest.importorskip("resource")  # limits of POSIX
 
 
 @pytest.fixture(scope="module")

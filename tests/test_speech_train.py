@@ -367,6 +367,17 @@ def test_a_folder_contains_only_one_training(cache: Path, tmp_path: Path) -> Non
         train(replace(TINY, steps=1), tmp_path, resume=True, cache=cache, workers=1)
 
 
+def test_more_steps_keep_the_synthesised_speech(cache: Path, tmp_path: Path) -> None:
+    """By default its amount depends on the number of steps."""
+    settings = replace(TINY, steps=2, utterances=None)
+    train(settings, tmp_path, cache=cache, workers=1)
+    assert train(replace(settings, steps=4), tmp_path, True, cache=cache, workers=1).step == 4
+    rates = [line["lr"] for line in lines(tmp_path) if "lr" in line]
+    assert rates[1] == pytest.approx(settings.peak_lr * lr_factor(replace(settings, steps=4), 3))
+    again = train(replace(settings, steps=4, utterances=4), tmp_path, True, cache=cache, workers=1)
+    assert again.step == 4
+
+
 def test_a_full_disk_keeps_the_last_checkpoint(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
