@@ -274,6 +274,27 @@ def test_the_language_is_that_of_the_folder_if_none_is_given(
     assert translated.tokenizer.decode(translated.start[1:3]) == "<|de|><|translate|>"
 
 
+def test_a_generation_config_of_an_older_checkpoint_is_completed(
+    toy: Path, spoken: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "older"
+    shutil.copytree(toy, folder)
+    (folder / "generation_config.json").unlink()
+    codec = prepare(settings(spoken, folder)).codec
+    assert codec.start == prepare(settings(spoken, toy)).codec.start
+    own = json.loads((toy / "generation_config.json").read_text())
+    forced = [[1, own["lang_to_id"]["<|de|>"]], [2, own["task_to_id"]["transcribe"]]]
+    (folder / "generation_config.json").write_text(
+        json.dumps({**own, "forced_decoder_ids": forced})
+    )
+    assert prepare(settings(spoken, folder, language=None)).codec.start == codec.start
+    (folder / "generation_config.json").write_text(json.dumps({**own, "language": "klingon"}))
+    with pytest.raises(
+        InputError, match=r"older: cannot be read as a Whisper model, language must"
+    ):
+        prepare(settings(spoken, folder))
+
+
 @pytest.mark.parametrize(
     ("which", "changes", "message"),
     [

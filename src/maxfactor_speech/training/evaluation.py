@@ -1,4 +1,4 @@
-"""Transcription as `pipeline` does it, greedy decoding of features, and error rates."""
+"""Transcription as `pipeline` does it, error rates, and greedy decoding of features for studies."""
 
 from __future__ import annotations
 
@@ -84,16 +84,17 @@ class PipelineDecoder:
     """
 
     def __init__(self, recogniser: Recogniser) -> None:
-        from transformers import AutomaticSpeechRecognitionPipeline  # takes a second to import
+        from transformers import AutomaticSpeechRecognitionPipeline  # not needed by benchmarks
 
         model, codec, extractor = recogniser
         self._model, self._extractor = model, extractor
-        self._pipeline: Any = AutomaticSpeechRecognitionPipeline(
-            model=model,
-            tokenizer=codec.tokenizer,  # type: ignore[arg-type]  # has the type of older ones
-            feature_extractor=extractor,
-            device=model.device,
-        )
+        with quiet():
+            self._pipeline: Any = AutomaticSpeechRecognitionPipeline(
+                model=model,
+                tokenizer=codec.tokenizer,  # type: ignore[arg-type]  # has the type of older ones
+                feature_extractor=extractor,
+                device=model.device,
+            )
 
     def __call__(self, samples: Tensor) -> list[str]:
         """Transcribe a batch, (batch, samples), padded to the extractor's length."""

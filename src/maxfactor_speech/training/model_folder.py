@@ -64,17 +64,22 @@ def load_model(folder: Path) -> Recogniser:
             )
             tokenizer = WhisperTokenizer.from_pretrained(source, local_files_only=True)
             extractor = WhisperFeatureExtractor.from_pretrained(source, local_files_only=True)
+        model: WhisperForConditionalGeneration = loaded[0]
+        complete_generation(model, tokenizer)
+        codec = Codec.of(tokenizer, prompt(model.generation_config), model.config.vocab_size)
     except UNREADABLE as error:
         raise _not_whisper(folder, error) from error
-    model: WhisperForConditionalGeneration = loaded[0]
     missing = sorted(loaded[1]["missing_keys"])
     if missing:
         raise InputError(f"{folder}: lacks weights of the model, such as {missing[0]}")
+    if max(*codec.start, codec.end) >= len(codec):
+        raise InputError(
+            f"{folder}: {TOKENIZER_FILES[0]} belongs to another model, which has more tokens; copy "
+            "the file from the model that this one was made from"
+        )
     _check_fit(source, model, extractor)
     # Whisper never trains the encoder's sinusoids, but loading makes them trainable.
     model.model.encoder.embed_positions.requires_grad_(False)
-    complete_generation(model, tokenizer)
-    codec = Codec.of(tokenizer, prompt(model.generation_config), model.config.vocab_size)
     return Recogniser(model, codec, extractor)
 
 

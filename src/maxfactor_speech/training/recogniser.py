@@ -41,12 +41,12 @@ class Recogniser(NamedTuple):
     @property
     def is_multilingual(self) -> bool:
         """Whether the prompt has a language and a task."""
-        return bool(self.generation.is_multilingual)
+        return bool(getattr(self.generation, "is_multilingual", False))
 
     @property
     def is_plain(self) -> bool:
         """Whether the model was trained from scratch here: no languages, tasks or time stamps."""
-        return len(self.codec.start) == 1
+        return len(self.codec.start) == 1 and not self.is_multilingual
 
     @property
     def language(self) -> str | None:
@@ -99,7 +99,7 @@ def prompt(generation: GenerationConfig) -> list[int]:
     if own.is_multilingual:
         language, task = getattr(own, "language", None), getattr(own, "task", None)
         if language is not None:
-            tokens.append(own.lang_to_id[f"<|{language_code(language)}|>"])
+            tokens.append(own.lang_to_id[f"<|{_code(language)}|>"])
             tokens.append(own.task_to_id[task or "transcribe"])
     if getattr(own, "no_timestamps_token_id", None) is not None:
         tokens.append(own.no_timestamps_token_id)
@@ -180,11 +180,12 @@ def _language_of(generation: Any, tokenizer: WhisperTokenizer) -> str | None:
         forced = dict(getattr(generation, "forced_decoder_ids", None) or [])
         codes = {number: token[2:-2] for token, number in generation.lang_to_id.items()}
         language = codes.get(forced.get(1)) or tokenizer.language
-    return (
-        None
-        if language is None
-        else language_code(str(language).removeprefix("<|").removesuffix("|>"))
-    )
+    return None if language is None else _code(language)
+
+
+def _code(language: object) -> str:
+    """Return the code of a language that is given by code, name or token."""
+    return language_code(str(language).removeprefix("<|").removesuffix("|>"))
 
 
 def _set_prefix(tokenizer: WhisperTokenizer, code: str, task: str, start: list[int]) -> None:
