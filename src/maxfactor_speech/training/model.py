@@ -84,7 +84,7 @@ def _greedy_generation(config: WhisperConfig) -> GenerationConfig:
     return GenerationConfig(
         num_beams=1,
         max_length=config.max_target_positions,
-        pad_token_id=config.pad_token_id,
+        pad_token_id=config.eos_token_id,  # as in published models; transformers cuts off padding
         bos_token_id=config.bos_token_id,
         eos_token_id=config.eos_token_id,
         decoder_start_token_id=config.decoder_start_token_id,
