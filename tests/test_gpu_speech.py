@@ -38,7 +38,7 @@ BASE = Settings(
 def test_a_resumed_training_reaches_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, graphs: bool, dtype: str
 ) -> None:
-    monkeypatch.setattr(Trainer, "evaluate", lambda _: Evaluation(1.0, 1.0, []))
+    monkeypatch.setattr(Trainer, "evaluate", lambda _: Evaluation(1.0, 1.0, 1.0, []))
     settings = replace(BASE, optimizer=optimizer, cuda_graphs=graphs, dtype=dtype)
     loop.train(settings, tmp_path / "whole", prepared=prepared())
     stopped = tmp_path / "stopped"
@@ -46,7 +46,7 @@ def test_a_resumed_training_reaches_the_same_weights(
         loop.train(settings, stopped, prepared=_failing(prepared(), 4, monkeypatch))
     assert checkpoint.checkpoints(stopped)[-1].name == "step-00000003"
     monkeypatch.undo()
-    monkeypatch.setattr(Trainer, "evaluate", lambda _: Evaluation(1.0, 1.0, []))
+    monkeypatch.setattr(Trainer, "evaluate", lambda _: Evaluation(1.0, 1.0, 1.0, []))
     loop.train(settings, stopped, resume=True, prepared=prepared())
     one, other = weights(tmp_path / "whole"), weights(stopped)
     assert one.keys() == other.keys()
@@ -120,7 +120,7 @@ def test_a_graph_that_skips_every_step_raises() -> None:
 @pytest.mark.parametrize("shard", ["ddp", "fsdp"])
 def test_one_process_of_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: str) -> None:
     """The same as without it, and a checkpoint that goes on without it."""
-    monkeypatch.setattr(Trainer, "evaluate", lambda _: Evaluation(1.0, 1.0, []))
+    monkeypatch.setattr(Trainer, "evaluate", lambda _: Evaluation(1.0, 1.0, 1.0, []))
     settings = replace(BASE, optimizer="adamw", cuda_graphs=False)
     loop.train(settings, tmp_path / "plain", prepared=prepared())
     with socket.socket() as one:

@@ -97,6 +97,13 @@ def test_two_processes_train_like_one(
     assert sorted(names) == ["step-00000002", "step-00000004"]
 
 
+def test_two_processes_freeze_the_encoder_and_recompute(two: Ranks, tmp_path: Path) -> None:
+    settings = replace(BASE, freeze_encoder=True, gradient_checkpointing=True)
+    trained(settings, tmp_path / "one", None)
+    two.run(trained, settings, tmp_path / "two", "fsdp")
+    assert_alike(tmp_path / "one", tmp_path / "two")
+
+
 @pytest.mark.parametrize(
     ("optimizer", "first", "second"),
     [("lean", "fsdp", None), ("lean", None, "fsdp"), ("adamw", None, "fsdp"),

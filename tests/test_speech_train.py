@@ -39,6 +39,7 @@ from maxfactor_speech.training.evaluation import Evaluation
 from maxfactor_speech.training.folder_lock import folder_lock
 from maxfactor_speech.training.loop import train
 from maxfactor_speech.training.metrics import METRICS, Metrics
+from maxfactor_speech.training.model_folder import load_model
 from maxfactor_speech.training.preparation import Prepared, prepare
 from maxfactor_speech.training.progress import Bar, Pace
 from maxfactor_speech.training.settings import Settings, lr_factor
@@ -92,7 +93,7 @@ def test_a_resumed_training_reaches_the_same_weights(
     assert checkpoint.checkpoints(stopped)[-1].name == "step-00000004"
     train(settings, stopped, resume=True, cache=cache, workers=1)
     assert_same_weights(tmp_path / "whole", stopped)
-    assert [line["step"] for line in lines(stopped)] == [2, 2, 4, 4, 6, 6]
+    assert [line["step"] for line in lines(stopped)] == [0, 2, 2, 4, 4, 6, 6]
 
 
 def test_a_checkpoint_does_not_change_device_settings(cache: Path, tmp_path: Path) -> None:
@@ -342,23 +343,39 @@ def test_wrong_settings_are_refused(change: dict[str, Any]) -> None:
 
 def test_checkpoints_are_models_and_the_last_are_kept(cache: Path, tmp_path: Path) -> None:
     train(replace(TINY, keep=2), tmp_path, cache=cache, workers=1)
-    names = [path.name for path in checkpoint.checkpoints(tmp_path)]
-    assert names == ["step-00000004", "step-00000006"]
-    model, codec = checkpoint.load_model(tmp_path)
+    best = (tmp_path / "best").resolve()
+    names = {path.name for path in checkpoint.checkpoints(tmp_path)}
+    assert names == {"step-00000004", "step-00000006", best.name}
+    model, codec, _ = load_model(tmp_path)
     assert model.proj_out.weight is model.model.decoder.embed_tokens.weight
     assert codec.decode(codec.encode("one two")) == "one two"
     evaluations = [line for line in lines(tmp_path) if "wer" in line]
-    assert [line["step"] for line in evaluations] == [2, 4, 6]
+    assert [line["step"] for line in evaluations] == [0, 2, 4, 6]
+    assert evaluations[0]["best"] is None  # random weights are not kept
+    assert evaluations[-1]["best"] == int(best.name.removeprefix("step-"))
     assert evaluations[0]["examples"][0].keys() == {"reference", "hypothesis"}
-    assert {"loss", "lr", "effective_lr", "steps_per_second"} <= lines(tmp_path)[0].keys()
+    assert {"loss", "lr", "effective_lr", "steps_per_second"} <= lines(tmp_path)[1].keys()
 
 
 def test_a_folder_contains_only_one_training(cache: Path, tmp_path: Path) -> None:
     train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1)
     with pytest.raises(InputError, match="already contains a training"):
         train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1)
-    with pytest.raises(InputError, match="steps=2, cannot resume with 6; choose another --out"):
-        train(TINY, tmp_path, resume=True, cache=cache, workers=1)
+    with pytest.raises(InputError, match="seed=0, cannot resume with 1; choose another --out"):
+        train(replace(TINY, seed=1), tmp_path, resume=True, cache=cache, workers=1)
+    with pytest.raises(InputError, match=r"--steps 1: .* is already at step 2; give at least that"):
+        train(replace(TINY, steps=1), tmp_path, resume=True, cache=cache, workers=1)
+
+
+def test_more_steps_keep_the_synthesised_speech(cache: Path, tmp_path: Path) -> None:
+    """By default its amount depends on the number of steps."""
+    settings = replace(TINY, steps=2, utterances=None)
+    train(settings, tmp_path, cache=cache, workers=1)
+    assert train(replace(settings, steps=4), tmp_path, True, cache=cache, workers=1).step == 4
+    rates = [line["lr"] for line in lines(tmp_path) if "lr" in line]
+    assert rates[1] == pytest.approx(settings.peak_lr * lr_factor(replace(settings, steps=4), 3))
+    again = train(replace(settings, steps=4, utterances=4), tmp_path, True, cache=cache, workers=1)
+    assert again.step == 4
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(
@@ -485,7 +502,7 @@ def test_own_recordings_are_trained_on(tmp_path: Path, cache: Path) -> None:
         "--optimizer", "adamw", "--steps", "1", "--batch-size", "2", "--out", out,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    assert isinstance(checkpoint.load_model(out)[0], WhisperForConditionalGeneration)
+    assert isinstance(load_model(out).model, WhisperForConditionalGeneration)
 
 
 def test_resuming_with_other_recordings_is_refused(tmp_path: Path, cache: Path) -> None:
@@ -525,7 +542,9 @@ def test_a_model_with_more_mel_bands_is_evaluated(tmp_path: Path) -> None:
     given = noise_prepared()
     config = given.model.config
     config.num_mel_bins = 128
-    prepared = given._replace(model=WhisperForConditionalGeneration(config))
+    model = WhisperForConditionalGeneration(config)
+    model.generation_config = given.model.generation_config
+    prepared = given._replace(model=model)
     result = train(replace(TINY, steps=2), tmp_path / "out", prepared=prepared)
     assert result.evaluation is not None
 
@@ -585,9 +604,21 @@ def wrong_train(trained: Path, folder: Path) -> list[tuple[list[object], str]]:
         (["--data", folder / "single.tsv"], "only 1 recordings"),
         (
             ["--data", folder / "single.tsv", "--validation", folder / "foreign.tsv"],
-            "example.wav: the model has no token for ' ', 'n', 'é' in its transcript",
+            "example.wav: the model has no token for ' ', 'n', 'é' in 'one héllo'; spell it",
         ),
-        (["--data", folder / "single.tsv", *pair, "--model", trained], "no token for"),
+        (["--data", folder / "single.tsv", *pair, "--model", trained], "no token for 'hello'"),
+        (
+            ["--data", folder / "single.tsv", *pair, "--language", "de"],
+            "--language needs a multilingual model folder, but --model nano has no languages",
+        ),
+        (
+            ["--data", folder / "single.tsv", *pair, "--translate"],
+            "--translate needs a multilingual model folder",
+        ),
+        (["--translate"], "translate must be given with data"),
+        (["--language", "fr"], "language must be one of en, de, es, got 'fr'"),
+        (["--model", "openai/whisper-small"], "hf download openai/whisper-small --local-dir"),
+        (["--patience", "0"], "patience must be a whole number of at least 1, got 0"),
         (["--task", "songs"], "task must be one of digits, sentences, got 'songs'"),
         (["--model", folder / "gone"], "gone: no config.json"),
         (["--clip", "-1"], "clip must be finite and not negative (0 disables it), got -1.0"),
@@ -610,7 +641,10 @@ def wrong_train(trained: Path, folder: Path) -> list[tuple[list[object], str]]:
             "gone: contains no training to resume; start one without",
         ),
         (["--out", trained], "already contains a training"),
-        (["--task", "sentences", "--model", trained, "--utterances", "2"], "no token for"),
+        (
+            ["--task", "sentences", "--model", trained, "--utterances", "2"],
+            "no token for",
+        ),
     ]
 
 
@@ -680,7 +714,7 @@ def test_the_bar_shows_the_last_error_rate() -> None:
     bar.begin("training", 2)
     for step, wer in ((1, 0.25), (2, 0.5)):
         bar.pace(Pace(step, 1.0, 0.1, 0.1, 1.0, 1.0))
-        bar.evaluated(step, Evaluation(wer, 0.1, []))
+        bar.evaluated(step, Evaluation(wer, wer, 0.1, []))
     bar.close()
     frames = [line for line in shown.getvalue().splitlines() if "2/2" in line]
     assert "WER 50.0%" in frames[-1]
@@ -692,7 +726,7 @@ def test_a_narrow_bar_shows_the_step(width: int, together: bool) -> None:
     bar = Bar(Console(file=shown, force_terminal=True, width=width))
     bar.begin("training", 2000)
     bar.pace(Pace(1500, 1.0, 0.1, 0.1, 1.0, 1.0))
-    bar.evaluated(1500, Evaluation(0.25, 0.1, []))
+    bar.evaluated(1500, Evaluation(0.25, 0.25, 0.1, []))
     bar.close()
     assert "WER 25.0%" in shown.getvalue()
     line = next(line for line in shown.getvalue().splitlines() if "1500/2000" in line)
@@ -718,8 +752,9 @@ def test_options_are_settings(source: dict[str, Any]) -> None:
         "model": "tiny", "optimizer": "adamw", "lr": 0.5, "weight_decay": 0.2,
         "schedule": "linear", "warmup": 0.3, "clip": 2.0, "steps": 7, "batch_size": 3,
         "grad_accum": 2, "dtype": "bf16", "device": "cpu", "seed": 9, "spec_augment": True,
-        "cuda_graphs": False,
-        "evaluate_every": 4, "keep": 1,
+        "cuda_graphs": False, "freeze_encoder": True, "gradient_checkpointing": True,
+        "evaluate_every": 4, "keep": 1, "patience": 3,
+        "translate": "data" in source,
     }  # fmt: skip
 
     def record(given: Settings, out: Path, *_: Any, **__: Any) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from maxfactor_speech.compare.runs import RunResult
     from maxfactor_speech.memory import Row
-    from maxfactor_speech.training.evaluation import Evaluation
+    from maxfactor_speech.training.evaluation import Evaluation, Segment
     from maxfactor_speech.training.loop import TrainingResult
     from maxfactor_speech.training.settings import Settings
 
@@ -67,7 +67,14 @@ def _maxfactor(
 
 # Options of several commands. None is the default of the setting, in square brackets.
 Task = Annotated[str | None, typer.Option(help="digits or sentences [digits]")]
-Language = Annotated[str | None, typer.Option(help="Of the task: en, de or es [en]")]
+Language = Annotated[
+    str | None,
+    typer.Option(help="Spoken language, code or name; of a task: en, de, es [the model's, or en]"),
+]
+Translate = Annotated[
+    bool | None,
+    typer.Option("--translate/--no-translate", help="The texts of --data are English translations"),
+]
 Data = Annotated[
     str | None,
     typer.Option(help="Your recordings: LibriSpeech-like folder, or .tsv/.jsonl of path and text"),
@@ -122,6 +129,10 @@ def train(
     utterances: UtteranceCount = None,
     validation_utterances: ValidationCount = None,
     model: Model = None,
+    translate: Translate = None,
+    freeze_encoder: Annotated[
+        bool | None, typer.Option("--freeze-encoder", help="Train only the decoder")
+    ] = None,
     optimizer: Annotated[
         str | None,
         typer.Option(
@@ -144,10 +155,19 @@ def train(
     spec_augment: Augment = None,
     cuda_graphs: CudaGraphs = None,
     evaluate_every: EvaluateEvery = None,
-    keep: Annotated[int | None, typer.Option(help="Checkpoints to keep [2]")] = None,
+    gradient_checkpointing: Annotated[
+        bool | None,
+        typer.Option("--gradient-checkpointing", help="Take less memory and more time"),
+    ] = None,
+    keep: Annotated[
+        int | None, typer.Option(help="Checkpoints to keep, besides the best [2]")
+    ] = None,
+    patience: Annotated[
+        int | None, typer.Option(help="End after that many evaluations without improvement")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder [runs/TASK-OPTIMIZER]")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the training in --out")
+        bool, typer.Option("--resume", help="Continue the training in --out; --steps may be more")
     ] = False,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write TensorBoard logs")
@@ -194,6 +214,7 @@ def compare(
     utterances: UtteranceCount = None,
     validation_utterances: ValidationCount = None,
     model: Model = None,
+    translate: Translate = None,
     schedule: Schedule = None,
     warmup: Warmup = None,
     steps: Steps = None,
@@ -228,16 +249,21 @@ def transcribe(
     model: Annotated[Path, typer.Argument(help="Folder of a training, a checkpoint or a model")],
     audio: Annotated[list[Path], typer.Argument(help="WAV, FLAC or OGG files")],
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
+    timestamps: Annotated[
+        bool, typer.Option("--timestamps", help="Print a line with start and end for each segment")
+    ] = False,
 ) -> None:
-    """Transcribe audio files.
+    """Transcribe audio files of any length.
 
     Example: maxfactor transcribe runs/digits-quality recording.wav
     """
     with _one_line_errors():
         from maxfactor_speech.training.transcription import transcribe_files
 
-        for path, text in transcribe_files(model, audio, device):
-            typer.echo(text if len(audio) == 1 else f"{path}\t{text}")
+        for path, text, segments in transcribe_files(model, audio, device, timestamps):
+            lines = [f"{_span(one)}\t{one.text}" for one in segments] if timestamps else [text]
+            for line in lines:
+                typer.echo(line if len(audio) == 1 else f"{path}\t{line}")
 
 
 @app.command()
@@ -296,6 +322,11 @@ def memory(
             typer.echo(json.dumps([row.as_dict() for row in rows], indent=1))
         else:
             _print_memory(rows)
+
+
+def _span(segment: Segment) -> str:
+    times = (segment.start, segment.end)
+    return "-".join("" if time is None else f"{time:.2f}" for time in times)
 
 
 def main() -> None:
@@ -448,14 +479,22 @@ def _print_summary(
 ) -> None:
     """Print the error rates, the files, and a command that tries the model."""
     from maxfactor_speech.data.audio import write
+    from maxfactor_speech.training.checkpoint import BEST
     from maxfactor_speech.training.metrics import METRICS
+    from maxfactor_speech.training.progress import rates
 
-    write(out / "example.wav", result.trainer.prepared.validation[0].samples)
+    trainer = result.trainer
+    write(out / "example.wav", trainer.prepared.validation[0].samples)
     typer.echo(
-        f"{settings.optimizer}: WER {evaluation.wer:.1%}, CER {evaluation.cer:.1%} "
-        f"after {result.step} steps, {result.seconds:.0f} s of training"
+        f"{settings.optimizer}: {rates(evaluation)} after {result.step} steps, "
+        f"{result.seconds:.0f} s of training"
     )
-    typer.echo(f"model:   {result.checkpoint}")
+    if result.step < settings.steps:
+        typer.echo(f"ended early: no improvement in {settings.patience} evaluations")
+    best = trainer.best
+    if best is not None:
+        typer.echo(f"best:    {out / BEST}, WER {best.wer:.1%} at step {best.step}")
+    typer.echo(f"last:    {result.checkpoint}")
     typer.echo(f"metrics: {out / METRICS}")
     typer.echo("try it:")
     typer.echo(f"  {_transcribe_command(out, out)}")

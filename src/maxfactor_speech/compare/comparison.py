@@ -227,6 +227,7 @@ def _train(run: Run, out: Path, cache: Path | None, jobs: int) -> RunResult:
         seed=settings.seed,
         steps=settings.steps,
         wer=None,
+        raw_wer=None,
         cer=None,
         seconds=0.0,
         parameters=trained_parameters(prepared.model),
@@ -252,6 +253,7 @@ def _with_measurements(result: RunResult, trained: TrainingResult, out: Path) ->
     return replace(
         result,
         wer=trained.evaluation.wer,
+        raw_wer=trained.evaluation.raw_wer,
         cer=trained.evaluation.cer,
         seconds=trained.seconds,
         state_bytes=state_bytes(*trained.trainer.optimizers),

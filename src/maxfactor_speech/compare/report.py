@@ -262,8 +262,8 @@ def _tried_table(tried: dict[str, list[RunResult]], groups: dict[str, list[RunRe
 
 def _table(groups: dict[str, list[RunResult]], colors: dict[str, str]) -> str:
     head = (
-        "Optimizer", "lr", "Steps", "WER", "CER", f"Steps to {TARGET:.0%} WER", "Step, ms",
-        "Training, s", "State, B/param", "Peak memory, MB",
+        "Optimizer", "lr", "Steps", "WER", "Raw WER", "CER", f"Steps to {TARGET:.0%} WER",
+        "Step, ms", "Training, s", "State, B/param", "Peak memory, MB",
     )  # fmt: skip
     best = best_label([one for group in groups.values() for one in group])
     rows = []
@@ -281,7 +281,7 @@ def _cells(group: Sequence[RunResult]) -> list[str]:
     known = [f"{first.lr:g}", f"{first.steps}"]
     ended = finished(group)
     if not ended:
-        return [*known, "diverged", *["—"] * 6]
+        return [*known, "diverged", *["—"] * 7]
     diverged = len(group) - len(ended)
     reached = _steps_to_target(ended)
     return [
@@ -289,6 +289,7 @@ def _cells(group: Sequence[RunResult]) -> list[str]:
         _wer(ended)
         + _spread(ended)
         + (f", {diverged} of {len(group)} diverged" if diverged else ""),
+        f"{mean(one.raw_wer for one in ended if one.raw_wer is not None):.1%}",
         f"{mean(one.cer for one in ended if one.cer is not None):.1%}",
         "not reached" if reached is None else str(reached),
         f"{mean(one.step_ms for one in ended):.0f}",

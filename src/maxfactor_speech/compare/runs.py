@@ -53,7 +53,8 @@ class RunResult:
     lr: float
     seed: int
     steps: int
-    wer: float | None  # None if the training diverged
+    wer: float | None  # of normalised texts; None if the training diverged
+    raw_wer: float | None
     cer: float | None
     seconds: float  # of training, without evaluations
     parameters: int

@@ -190,21 +190,31 @@ def training_batches(
         reader.shutdown(cancel_futures=True)
 
 
-def evaluation_batches(
+def collated_batches(
     data: Utterances,
     batch_size: int,
-    device: torch.device | str = "cpu",
+    samples: int | None = None,
     part: BatchSlice | None = None,
-    mels: int = 80,
-) -> Iterator[tuple[Tensor, list[str]]]:
-    """Yield features and texts of all utterances, sorted by length, the longest first.
+) -> Iterator[Collated]:
+    """Yield all utterances once, sorted by length, the longest first.
 
-    With a `part`, process r of w gets every w-th batch, starting with batch r.
+    Args:
+        data: The utterances.
+        batch_size: Utterances per batch.
+        samples: The length that each is padded to; None is the longest of its batch.
+        part: Process r of w gets every w-th batch, starting with batch r; None is all of them.
     """
     numbers = np.argsort(-data.lengths, kind="stable")
     rank, world = part or BatchSlice()
     for start in range(rank * batch_size, len(numbers), world * batch_size):
-        batch = collate(data, numbers[start : start + batch_size])
+        yield collate(data, numbers[start : start + batch_size], samples)
+
+
+def evaluation_batches(
+    data: Utterances, batch_size: int, device: torch.device | str = "cpu", mels: int = 80
+) -> Iterator[tuple[Tensor, list[str]]]:
+    """Yield features and texts of all utterances, each batch padded as little as possible."""
+    for batch in collated_batches(data, batch_size):
         yield log_mel(batch.samples.to(device), mels), batch.texts
 
 

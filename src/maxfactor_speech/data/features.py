@@ -8,11 +8,15 @@ References:
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Generator, Tensor
 
 from maxfactor_speech.data.audio import FULL_SCALE, SAMPLE_RATE
+
+if TYPE_CHECKING:
+    from transformers import WhisperFeatureExtractor
 
 WINDOW = 400  # samples, 25 ms
 HOP = 160  # samples, 10 ms
@@ -44,6 +48,33 @@ def log_mel(samples: Tensor, mels: int = 80) -> Tensor:
     log = energy.clamp(min=FLOOR).log10()
     log = torch.maximum(log, log.amax(dim=(1, 2), keepdim=True) - RANGE)
     return (log + 4.0) / 4.0
+
+
+def is_log_mel(extractor: WhisperFeatureExtractor) -> bool:
+    """Return whether `log_mel` computes the features of an extractor."""
+    expected = (WINDOW, HOP, SAMPLE_RATE, 0.0, 0.0)
+    return expected == (
+        extractor.n_fft,
+        extractor.hop_length,
+        extractor.sampling_rate,
+        extractor.dither,
+        extractor.padding_value,
+    )
+
+
+def extract(extractor: WhisperFeatureExtractor, samples: Tensor) -> Tensor:
+    """Return the features of an extractor, on the device if `log_mel` computes them.
+
+    Args:
+        extractor: The feature extractor of a model.
+        samples: (batch, samples), 16-bit integers, padded to the extractor's length.
+    """
+    if is_log_mel(extractor):
+        return log_mel(samples, extractor.feature_size)
+    waves = list((samples.cpu() / FULL_SCALE).numpy())
+    made = extractor(waves, sampling_rate=SAMPLE_RATE, return_tensors="pt")
+    features: Tensor = made.input_features.to(samples.device)
+    return features
 
 
 @lru_cache

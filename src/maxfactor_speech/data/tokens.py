@@ -1,24 +1,28 @@
-"""Text to tokens and back, with a tokenizer of `transformers`."""
+"""Text to tokens and back, with Whisper's tokenizer from `transformers`."""
 
 from __future__ import annotations
 
+import unicodedata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import pre_tokenizers
+from transformers import WhisperTokenizer
+from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100  # label of padding, which torch's cross-entropy ignores by default
-PAD, START, END = "<pad>", "<start>", "<end>"
+PAD, START, END = "<|pad|>", "<|startoftranscript|>", "<|endoftext|>"
+NO_TIMESTAMPS = "<|notimestamps|>"
 
 Unit = Literal["characters", "words"]
+
+_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 
 @dataclass(frozen=True)
@@ -27,49 +31,64 @@ class Codec:
 
     Attributes:
         tokenizer: The tokenizer, which is saved with the model.
-        start: The tokens that decoding starts with.
+        start: The prompt, the tokens that decoding starts with.
         end: The token that ends a text.
+        size: The number of tokens that the model has; the tokenizer may have more.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: WhisperTokenizer
     start: list[int]
     end: int
+    size: int
 
     @staticmethod
     def build(units: Iterable[str], unit: Unit = "characters") -> Codec:
-        """Build a tokenizer whose tokens are the given characters or words.
+        """Build a tokenizer of Whisper's class whose tokens are the given characters or words.
+
+        Whisper's tokens are sequences of bytes that grow by merging two tokens, so a word needs a
+        token for each of its beginnings. Those that are no units come last, and models do not have
+        them. After them is `<|notimestamps|>`: transformers takes later tokens for time stamps.
+        The prompt is `<|startoftranscript|>`: such a model knows no languages and no time stamps.
 
         Example:
             >>> codec = Codec.build(["one", "two"], "words")
             >>> codec.decode(codec.encode("two one"))
             'two one'
         """
-        vocabulary = {token: i for i, token in enumerate((PAD, START, END, *sorted(set(units))))}
-        tokenizer = Tokenizer(models.WordLevel(vocabulary))
-        tokenizer.normalizer = normalizers.NFC()
-        if unit == "characters":
-            tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-            tokenizer.decoder = decoders.Fuse()
-        else:
-            tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        return Codec.of(
-            PreTrainedTokenizerFast(
-                tokenizer_object=tokenizer,
-                pad_token=PAD,
-                bos_token=START,
-                eos_token=END,
-                clean_up_tokenization_spaces=False,
-            )
+        space = " " if unit == "words" else ""  # a word's token contains the space before it
+        normal = {unicodedata.normalize("NFC", one) for one in units}
+        spelled = [_spelled(space + one) for one in sorted(normal)]
+        merged = {piece[:end] for piece in spelled for end in range(2, len(piece) + 1)}
+        pieces = {byte for piece in spelled for byte in piece} | merged
+        used = [PAD, START, END, *spelled]
+        tokens = [*used, *sorted(pieces - set(spelled)), NO_TIMESTAMPS]
+        tokenizer = WhisperTokenizer(
+            vocab={token: number for number, token in enumerate(tokens)},
+            merges=[(one[:-1], one[-1]) for one in sorted(merged, key=lambda one: (len(one), one))],
+            add_prefix_space=unit == "words",
+            predict_timestamps=True,  # the prompt has no <|notimestamps|>
+            pad_token=PAD,
+            extra_special_tokens=[START, NO_TIMESTAMPS],
         )
+        return Codec.of(tokenizer, size=len(used))
 
     @staticmethod
-    def of(tokenizer: PreTrainedTokenizerBase) -> Codec:
-        """Wrap a tokenizer from `build`, or Whisper's own with its language and task."""
-        start = list(getattr(tokenizer, "prefix_tokens", [])) or [int(tokenizer.bos_token_id)]
-        return Codec(tokenizer, start, int(tokenizer.eos_token_id))
+    def of(
+        tokenizer: WhisperTokenizer, start: Sequence[int] | None = None, size: int | None = None
+    ) -> Codec:
+        """Wrap a tokenizer; by default with its own prompt, for a model that has all its tokens."""
+        start = tokenizer.prefix_tokens if start is None else start
+        size = len(tokenizer) if size is None else size
+        return Codec(tokenizer, list(start), int(tokenizer.eos_token_id), size)
 
     def __len__(self) -> int:
-        return len(self.tokenizer)
+        return self.size
+
+    def begin_with_space(self) -> None:
+        """Encode all texts with a space before them; a folder of the tokenizer keeps it so."""
+        self.tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(True)
+        self.tokenizer.add_prefix_space = True
+        self.tokenizer.init_kwargs["add_prefix_space"] = True
 
     def encode(self, text: str) -> list[int]:
         """Return the labels of a text: all tokens after the first one, including the end."""
@@ -83,7 +102,8 @@ class Codec:
 
     def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode all texts in one call: a call costs more than the encoding itself."""
-        encoded = self.tokenizer(list(texts), add_special_tokens=False)
+        normal = [unicodedata.normalize("NFC", text) for text in texts]
+        encoded = self.tokenizer(normal, add_special_tokens=False)
         return [[*self.start[1:], *tokens, self.end] for tokens in encoded.input_ids]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -95,10 +115,37 @@ class Codec:
         return " ".join(str(text).split())
 
     def missing(self, text: str) -> list[str]:
-        """Return the characters or words of a text that have no token."""
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is None or not isinstance(backend.model, models.WordLevel):
-            return []  # Whisper's own tokenizer can spell every byte
-        normal = backend.normalizer.normalize_str(text)
-        pieces = {piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(normal)}
-        return sorted(pieces - backend.get_vocab().keys())
+        """Return the characters or words of a text that the model's tokens cannot spell."""
+        return sorted(unit for unit in self.units(text) if not self._can_spell(unit))
+
+    def units(self, text: str) -> set[str]:
+        """Return the words of a text, or its characters if words need not have a space before."""
+        normal = unicodedata.normalize("NFC", text)
+        return set(normal.split() if self.tokenizer.add_prefix_space else normal)
+
+    def _can_spell(self, text: str) -> bool:
+        tokens = self.tokenizer(text, add_special_tokens=False).input_ids
+        known = self.tokenizer.get_vocab().keys()
+        return max(tokens, default=-1) < self.size and known >= set(_spelled(text))
+
+
+def _spelled(text: str) -> str:
+    """Return the bytes of a text as Whisper's vocabulary writes them."""
+    return "".join(piece for piece, _ in _BYTES.pre_tokenize_str(text))
+
+
+def language_code(language: str) -> str:
+    """Return Whisper's code of a language that is given by code or English name.
+
+    Example:
+        >>> language_code("German"), language_code("de")
+        ('de', 'de')
+
+    Raises:
+        ValueError: If Whisper has no such language.
+    """
+    name = language.strip().lower()
+    code = TO_LANGUAGE_CODE.get(name, name)
+    if code not in LANGUAGES:
+        raise ValueError(f"language must be one of {', '.join(LANGUAGES)}, got {language!r}")
+    return code

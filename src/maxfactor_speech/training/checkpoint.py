@@ -1,13 +1,15 @@
 """Checkpoints of a training: written completely or not at all; only the last few are kept.
 
-A checkpoint is a model folder that `transformers` can load. `training.pt` beside the weights holds
-everything else that is needed to resume. If parameters are sharded, the optimizer state is in a
-folder of `torch.distributed.checkpoint` instead, which any number of processes can load.
+A checkpoint is a model folder that `transformers` can load, with tokenizer, feature extractor and
+generation config. `training.pt` beside the weights holds everything else that is needed to resume.
+If parameters are sharded, the optimizer state is in a folder of `torch.distributed.checkpoint`
+instead, which any number of processes can load.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from contextlib import contextmanager
@@ -23,12 +25,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
-from transformers import AutoTokenizer, WhisperFeatureExtractor, WhisperForConditionalGeneration
+from transformers import WhisperProcessor
 from transformers.utils import logging
 
-from maxfactor_speech.data.tokens import Codec
 from maxfactor_speech.errors import InputError, failure_reason
-from maxfactor_speech.training.model import longest_audio
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,10 +38,15 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
+    from maxfactor_speech.training.recogniser import Recogniser
+
 FOLDER = "checkpoints"
 TRAINING = "training.pt"
 SHARDED_STATE, STATE_KEY = "optimizer", "optimizer"  # the folder, and the key in it
 PARTIAL = ".partial"
+BEST = "best"  # in the folder of a training, a link to its best checkpoint
+FAILURES = (OSError, SafetensorError, RuntimeError, CheckpointException)
+SPELLINGS = "normalizer.json"  # Whisper's list of English spellings, for error rates
 
 
 def partial_folder(out: Path, step: int) -> Path:
@@ -54,6 +59,11 @@ def final_folder(partial: Path) -> Path:
     return partial.with_name(partial.name.removesuffix(PARTIAL))
 
 
+def step_of(folder: Path) -> int:
+    """Return the step of a checkpoint."""
+    return int(folder.name.removeprefix("step-"))
+
+
 def begin(partial: Path) -> None:
     """Create the folder of a checkpoint that is to be written."""
     with _writing(partial):
@@ -61,20 +71,17 @@ def begin(partial: Path) -> None:
         partial.mkdir(parents=True)
 
 
-def write(
-    partial: Path,
-    model: WhisperForConditionalGeneration,
-    codec: Codec,
-    training: dict[str, Any],
-) -> None:
-    """Write a model, its tokenizer, and the state of its training."""
+def write(partial: Path, recogniser: Recogniser, training: dict[str, Any]) -> None:
+    """Write a model folder, and the state of its training."""
+    tokenizer, extractor = recogniser.codec.tokenizer, recogniser.extractor
     with _writing(partial):
-        with _without_progress_bars():
-            model.save_pretrained(partial)
-        codec.tokenizer.save_pretrained(partial)
-        WhisperFeatureExtractor(
-            feature_size=model.config.num_mel_bins, chunk_length=longest_audio(model)
-        ).save_pretrained(partial)
+        with quiet():
+            recogniser.model.save_pretrained(partial)
+        WhisperProcessor(extractor, tokenizer).save_pretrained(partial)
+        extractor.save_pretrained(partial)  # where other programs look for it
+        if tokenizer.english_spelling_normalizer is not None:  # the tokenizer does not save it
+            spellings = json.dumps(tokenizer.english_spelling_normalizer, ensure_ascii=False)
+            (partial / SPELLINGS).write_text(spellings, encoding="utf-8")
         with (partial / TRAINING).open("wb") as file:
             torch.save(training, file)
 
@@ -90,14 +97,36 @@ def write_sharded_state(
         )
 
 
-def finish(partial: Path, keep: int) -> None:
-    """Rename a complete checkpoint to its final name, and delete all but the last `keep`."""
-    folder = final_folder(partial)
+def finish(partial: Path, keep: int, best: int | None) -> None:
+    """Rename a complete checkpoint to its final name, link the best one, and delete old ones.
+
+    Args:
+        partial: The complete checkpoint.
+        keep: How many of the last checkpoints to keep.
+        best: The step of the best checkpoint, which is kept, too; None if none was evaluated.
+    """
+    folder, out = final_folder(partial), partial.parents[1]
+    kept = folder if best is None else final_folder(partial_folder(out, best))
     with _writing(partial):
         shutil.rmtree(folder, ignore_errors=True)
         partial.replace(folder)
-    for old in checkpoints(partial.parents[1])[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+        if best is not None and kept.is_dir():
+            _link(out / BEST, kept)
+    for old in checkpoints(out)[:-keep]:
+        if old != kept:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _link(link: Path, folder: Path) -> None:
+    """Make a relative link to a folder, in place of an earlier one; a copy if links are refused."""
+    partial = link.with_name(f"{link.name}{PARTIAL}")
+    partial.unlink(missing_ok=True)
+    try:
+        partial.symlink_to(os.path.relpath(folder, link.parent), target_is_directory=True)
+        partial.replace(link)
+    except (OSError, NotImplementedError):  # Windows allows links only to some users
+        shutil.rmtree(link, ignore_errors=True)
+        shutil.copytree(folder, link)
 
 
 @contextmanager
@@ -105,9 +134,11 @@ def _writing(partial: Path) -> Iterator[None]:
     """Delete the partial checkpoint if writing fails, and raise InputError with the reason."""
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
-        # RuntimeError: torch.save raises it on a full disk.
+    except Exception as error:
+        # On a full disk torch.save raises RuntimeError, and tokenizers a bare Exception.
         shutil.rmtree(partial, ignore_errors=True)
+        if not (isinstance(error, FAILURES) or type(error) is Exception):
+            raise
         raise InputError(f"{final_folder(partial)}: cannot be written, {_reason(error)}") from error
 
 
@@ -173,52 +204,16 @@ def load_full_state(
         )
 
 
-def find_model(folder: Path) -> Path:
-    """Return the model folder in a training's folder (the last checkpoint), or the folder itself.
-
-    Raises:
-        InputError: If it contains no Whisper model.
-    """
-    source = checkpoints(folder)[-1] if checkpoints(folder) else folder
-    if not (source / "config.json").is_file():
-        raise InputError(f"{folder}: no config.json, so this is not a model folder")
-    try:
-        kind = json.loads((source / "config.json").read_text()).get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
-        raise _not_whisper(folder, error) from error
-    if kind != "whisper":
-        raise InputError(f"{folder}: contains a model of type {kind!r}, only 'whisper' is allowed")
-    return source
-
-
-def load_model(folder: Path) -> tuple[WhisperForConditionalGeneration, Codec]:
-    """Load a Whisper and its tokenizer from a model folder, a checkpoint, or a training."""
-    source = find_model(folder)
-    try:
-        with _without_progress_bars():
-            model = WhisperForConditionalGeneration.from_pretrained(
-                source, local_files_only=True, dtype=torch.float32
-            )
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise _not_whisper(folder, error) from error
-    # Whisper never trains the encoder's sinusoids, but loading makes them trainable.
-    model.model.encoder.embed_positions.requires_grad_(False)
-    return model, Codec.of(tokenizer)
-
-
-def _not_whisper(folder: Path, error: Exception) -> InputError:
-    return InputError(f"{folder}: cannot be read as a Whisper model, {_reason(error)}")
-
-
 @contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Disable the progress bars of `transformers`."""
-    was_enabled = logging.is_progress_bar_enabled()
+def quiet() -> Iterator[None]:
+    """Disable the progress bars and remarks of `transformers`."""
+    was_enabled, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if was_enabled:
             logging.enable_progress_bar()
 

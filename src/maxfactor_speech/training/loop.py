@@ -19,11 +19,12 @@ from maxfactor_speech.training import checkpoint
 from maxfactor_speech.training.folder_lock import folder_lock
 from maxfactor_speech.training.metrics import Metrics, NoMetrics
 from maxfactor_speech.training.model import SIZES
+from maxfactor_speech.training.model_folder import find_model, load_model
 from maxfactor_speech.training.optimizers import check_installed, check_shardable
 from maxfactor_speech.training.parallel import SingleProcess, check_batch, training_processes
 from maxfactor_speech.training.preparation import Prepared, prepare
 from maxfactor_speech.training.progress import Pace, Reporter
-from maxfactor_speech.training.settings import SETTINGS, Settings, check_same, find_device
+from maxfactor_speech.training.settings import SETTINGS, Settings, find_device, resumed
 from maxfactor_speech.training.trainer import Trainer, repeatable
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def train(
     evaluation.
 
     Args:
-        settings: The settings; to resume, they must be unchanged.
+        settings: The settings; to resume, only `steps` and `patience` may have changed.
         out: Folder for `settings.json`, `metrics.jsonl` and the checkpoints.
         resume: Continue from the last checkpoint. The final weights are those of a training that
             was not stopped.
@@ -86,6 +87,7 @@ def train(
         check_shardable(settings.optimizer, processes.is_sharded)
         processes.run_on_all(lambda: stack.enter_context(folder_lock(out)) if is_first else None)
         last = processes.run_on_all(lambda: check_folder(out, settings, resume))
+        settings = resumed(out, settings) if resume else settings
         if prepared is None:
             prepared = processes.run_first_then_others(
                 lambda: prepare(settings, cache, workers, reporter)
@@ -94,7 +96,7 @@ def train(
         if not is_first:
             return _run(trainer, out, NoMetrics(), reporter)
         write_atomically(out / SETTINGS, json.dumps(asdict(settings), indent=2).encode() + b"\n")
-        metrics = Metrics(out, trainer.step, tensorboard)
+        metrics = Metrics(out, -1 if last is None else trainer.step, tensorboard)
         try:
             return _run(trainer, out, metrics, reporter)
         finally:
@@ -107,8 +109,8 @@ def _trainer(
     """Return a trainer at step 0, or at its last checkpoint."""
     if last is None:
         return Trainer(settings, prepared, processes)
-    model, codec = checkpoint.load_model(last)
-    trainer = Trainer(settings, prepared._replace(model=model, codec=codec), processes)
+    own = prepared._replace(**load_model(last)._asdict())
+    trainer = Trainer(settings, own, processes)
     trainer.load(last)
     return trainer
 
@@ -120,32 +122,43 @@ def _run(trainer: Trainer, out: Path, metrics: NoMetrics, reporter: Reporter) ->
     folder: Path | None = None
     with stop_requests() as requested:
         stopping = _agreed(trainer.processes, requested)
+        if trainer.evaluated is None:
+            _evaluate(trainer, metrics, reporter)
+            folder = trainer.save(out) if trainer.best is not None else None
         batches = trainer.batches()
         try:
-            while trainer.step < settings.steps and not stopping():
+            while not trainer.is_finished and not stopping():
                 until = _next_report(settings, trainer.step)
                 pace = train_until(trainer, batches, until, stopping)
                 metrics.pace(pace, trainer.fam_betas() if _logs_betas(settings, pace.step) else {})
                 reporter.pace(pace)
+                folder = None
                 if trainer.step == until and _is_evaluation(settings, until):
-                    evaluation = trainer.evaluate()
-                    metrics.evaluated(pace, evaluation)
-                    reporter.evaluated(trainer.step, evaluation)
+                    evaluation = _evaluate(trainer, metrics, reporter)
                     folder = trainer.save(out)
         finally:
             batches.close()  # ends its thread
-        is_finished = trainer.step == settings.steps
-        if folder is None or not is_finished:
+        if folder is None:
             folder = trainer.save(out)
-    if is_finished and evaluation is None:  # resumed after the last step
+    if trainer.is_finished and evaluation is None:  # resumed after the last step
         evaluation = trainer.evaluate()
     return TrainingResult(
         step=trainer.step,
-        evaluation=evaluation if is_finished else None,
+        evaluation=evaluation if trainer.is_finished else None,
         seconds=trainer.seconds,
         checkpoint=folder,
         trainer=trainer,
     )
+
+
+def _evaluate(trainer: Trainer, metrics: NoMetrics, reporter: Reporter) -> Evaluation:
+    """Evaluate, and report the result."""
+    evaluation = trainer.evaluate()
+    trainer.note(evaluation)
+    best = None if trainer.best is None else trainer.best.step
+    metrics.evaluated(trainer.step, trainer.seconds, evaluation, best)
+    reporter.evaluated(trainer.step, evaluation, best == trainer.step)
+    return evaluation
 
 
 def train_until(
@@ -215,7 +228,7 @@ def check_requirements(
 def check_model(settings: Settings) -> None:
     """Raise InputError for a missing model, before speech is synthesised for it."""
     if settings.model not in SIZES:
-        checkpoint.find_model(Path(settings.model))
+        find_model(Path(settings.model))
 
 
 def check_folder(out: Path, settings: Settings, resume: bool) -> Path | None:
@@ -228,7 +241,12 @@ def check_folder(out: Path, settings: Settings, resume: bool) -> Path | None:
     check_writable(out, "--out")
     found = checkpoint.checkpoints(out)
     if resume:
-        check_same(out, settings)
+        resumed(out, settings)
+        if found and checkpoint.step_of(found[-1]) > settings.steps:
+            raise InputError(
+                f"--steps {settings.steps}: the training in {out} is already at step "
+                f"{checkpoint.step_of(found[-1])}; give at least that many"
+            )
     elif found:
         raise InputError(
             f"{out}: already contains a training; continue it with --resume, or choose another "

@@ -24,7 +24,9 @@ class NoMetrics:
     def pace(self, pace: Pace, betas: dict[str, list[float]]) -> None:
         """Write nothing."""
 
-    def evaluated(self, pace: Pace, evaluation: Evaluation) -> None:
+    def evaluated(
+        self, step: int, seconds: float, evaluation: Evaluation, best: int | None
+    ) -> None:
         """Write nothing."""
 
 
@@ -33,7 +35,8 @@ class Metrics(NoMetrics):
 
     Args:
         out: The folder of the training.
-        step: The step that the training continues from. Lines of later steps are removed.
+        step: The step that the training continues from. Lines of later steps are removed; -1 for a
+            new training.
         tensorboard: Whether to write TensorBoard logs.
     """
 
@@ -53,10 +56,12 @@ class Metrics(NoMetrics):
         line: dict[str, Any] = asdict(pace)
         self._write({**line, "beta": betas} if betas else line)
 
-    def evaluated(self, pace: Pace, evaluation: Evaluation) -> None:
-        """Write error rates and examples."""
-        line: dict[str, Any] = {"step": pace.step, "seconds": pace.seconds}
-        line |= {"wer": evaluation.wer, "cer": evaluation.cer}
+    def evaluated(
+        self, step: int, seconds: float, evaluation: Evaluation, best: int | None
+    ) -> None:
+        """Write error rates, the step of the best checkpoint so far, and examples."""
+        line: dict[str, Any] = {"step": step, "seconds": seconds, "best": best}
+        line |= {"wer": evaluation.wer, "raw_wer": evaluation.raw_wer, "cer": evaluation.cer}
         line |= {"examples": [example._asdict() for example in evaluation.examples]}
         self._write(line)
 

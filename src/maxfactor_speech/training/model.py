@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import WhisperConfig, WhisperForConditionalGeneration
+from transformers import GenerationConfig, WhisperConfig, WhisperForConditionalGeneration
 from transformers.models.whisper.modeling_whisper import sinusoids
 
 from maxfactor_speech.data.tokens import IGNORED
@@ -75,7 +75,21 @@ def whisper(
     )
     model = WhisperForConditionalGeneration(config)
     _initialise(model)
+    model.generation_config = _greedy_generation(config)
     return model
+
+
+def _greedy_generation(config: WhisperConfig) -> GenerationConfig:
+    """Return settings for greedy decoding; `pipeline` would take five beams and 256 tokens."""
+    return GenerationConfig(
+        num_beams=1,
+        max_length=config.max_target_positions,
+        pad_token_id=config.eos_token_id,  # as in published models; transformers cuts off padding
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        decoder_start_token_id=config.decoder_start_token_id,
+        is_multilingual=False,
+    )
 
 
 def longest_audio(model: WhisperForConditionalGeneration) -> int:

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from maxfactor_speech.data import corpus, recordings, synthesis
-from maxfactor_speech.data.batches import Utterances, seconds_needed
+from maxfactor_speech.data.batches import Utterances, collate, seconds_needed
+from maxfactor_speech.data.features import extract
 from maxfactor_speech.data.recordings import RecordedUtterances
-from maxfactor_speech.data.tokens import Codec
+from maxfactor_speech.data.tokens import IGNORED, Codec
 from maxfactor_speech.errors import InputError
-from maxfactor_speech.training import checkpoint
-from maxfactor_speech.training.model import SIZES, longest_audio, whisper
+from maxfactor_speech.training.model import SIZES, longest_audio, loss_of, whisper
+from maxfactor_speech.training.model_folder import load_model
 from maxfactor_speech.training.progress import Reporter
+from maxfactor_speech.training.recogniser import Recogniser, new_recogniser, with_prompt
 
 if TYPE_CHECKING:
-    from transformers import WhisperForConditionalGeneration
+    from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 
     from maxfactor_speech.training.settings import Settings
 
@@ -32,6 +34,14 @@ class Prepared(NamedTuple):
     validation: Utterances
     model: WhisperForConditionalGeneration
     codec: Codec
+    extractor: WhisperFeatureExtractor | None = None  # None: Whisper's, as long as the model takes
+
+    @property
+    def recogniser(self) -> Recogniser:
+        """The model with everything that belongs to it."""
+        if self.extractor is None:
+            return new_recogniser(self.model, self.codec)
+        return Recogniser(self.model, self.codec, self.extractor)
 
 
 def prepare(
@@ -40,21 +50,65 @@ def prepare(
     workers: int | None = None,
     reporter: Reporter | None = None,
 ) -> Prepared:
-    """Synthesise or find the data, build or load the model, and check that they fit together."""
+    """Build or load the model, synthesise or find the data, and check that they fit together."""
+    loaded = None if settings.model in SIZES else load_model(Path(settings.model))
+    if loaded is None or loaded.is_plain:
+        _check_plain(settings)
+    else:
+        loaded = _prompted(loaded, settings)
     if settings.data is None:
-        train, validation = _synthesised(settings, cache, workers, reporter or Reporter())
+        language = (loaded and loaded.language) or settings.spoken_language("en")
+        train, validation = _synthesised(settings, language, cache, workers, reporter or Reporter())
     else:
         train, validation = _recorded(settings.data, settings.validation)
     torch.manual_seed(settings.seed)
-    if settings.model in SIZES:
-        codec, max_tokens = _codec_for(settings, train, validation)
-        seconds = seconds_needed(train, validation)
-        model = whisper(codec, settings.model, seconds, max_tokens)
-    else:
-        model, codec = checkpoint.load_model(Path(settings.model))
-    _check_fit(train, model, codec)
-    _check_fit(validation, model, codec)
-    return Prepared(train, validation, model, codec)
+    recogniser = loaded or _new_model(settings, train, validation)
+    for part in (train, validation):
+        _check_fit(part, recogniser, settings.model)
+    if loaded is not None and prefers_space(loaded, train):
+        loaded.codec.begin_with_space()
+    return Prepared(train, validation, *recogniser)
+
+
+def _prompted(recogniser: Recogniser, settings: Settings) -> Recogniser:
+    """Set a model to the language and task of the data."""
+    language = settings.language
+    if language is None and settings.data is None and recogniser.language is None:
+        language = "en"  # as the synthesised speech
+    return with_prompt(recogniser, language, settings.translate, settings.model)
+
+
+@torch.no_grad()
+def prefers_space(recogniser: Recogniser, data: Utterances, count: int = 2) -> bool:
+    """Return whether texts that begin with a space are likelier to a model.
+
+    OpenAI's Whispers were trained on such texts, most that were trained further on others.
+    """
+    model, codec, extractor = recogniser
+    batch = collate(data, range(min(count, len(data))), extractor.n_samples)
+    features = extract(extractor, batch.samples)
+    rows = [codec.labels([space + text for text in batch.texts]) for space in ("", " ")]
+    plain, spaced = (
+        float(loss_of(model, features, labels) * (labels != IGNORED).sum()) for labels in rows
+    )
+    return spaced < plain
+
+
+def _check_plain(settings: Settings) -> None:
+    """Raise InputError for options that a model without languages and tasks cannot honour."""
+    given = {"--translate": settings.translate, "--language": settings.data and settings.language}
+    for option, value in given.items():
+        if value:
+            raise InputError(
+                f"{option} needs a multilingual model folder, but --model {settings.model} has no "
+                "languages and tasks; leave it out"
+            )
+
+
+def _new_model(settings: Settings, train: Utterances, validation: Utterances) -> Recogniser:
+    codec, max_tokens = _codec_for(settings, train, validation)
+    seconds = seconds_needed(train, validation)
+    return new_recogniser(whisper(codec, settings.model, seconds, max_tokens), codec)
 
 
 def trained_parameters(model: torch.nn.Module) -> int:
@@ -77,8 +131,16 @@ def task_codec(task: str) -> Codec:
 
 
 def _synthesised(
-    settings: Settings, cache: Path | None, workers: int | None, reporter: Reporter
+    settings: Settings,
+    language: str,
+    cache: Path | None,
+    workers: int | None,
+    reporter: Reporter,
 ) -> tuple[Utterances, Utterances]:
+    try:
+        corpus.check(settings.task, language)
+    except ValueError as error:
+        raise InputError(f"{settings.model}: {error}; give --data in that language") from error
     counts: dict[corpus.Split, int] = {
         "train": settings.utterance_count,
         "validation": settings.validation_utterances,
@@ -86,7 +148,7 @@ def _synthesised(
     reporter.begin("synthesising speech", sum(counts.values()))
     train, validation = (
         synthesis.synthesise(
-            synthesis.Script(settings.task, settings.language, split),
+            synthesis.Script(settings.task, language, split),
             count,
             cache,
             workers,
@@ -118,16 +180,29 @@ def _codec_for(settings: Settings, train: Utterances, validation: Utterances) ->
     return codec, longest + longest // 4 + 1  # room for longer validation texts, and for errors
 
 
-def _check_fit(data: Utterances, model: WhisperForConditionalGeneration, codec: Codec) -> None:
-    """Raise InputError if the model has no tokens for a text, or an utterance is too long."""
+def _check_fit(data: Utterances, recogniser: Recogniser, name: str) -> None:
+    """Raise InputError if the model cannot spell a text, or if an utterance is too long."""
+    model, codec, _ = recogniser
     most = model.config.max_target_positions - len(codec.start)
-    if isinstance(data, RecordedUtterances):
-        recordings.check_texts(data.recordings, codec, most)
-    else:
-        texts = (data.text(number) for number in range(min(len(data), synthesis.SHARD_SIZE)))
-        missing = sorted({piece for text in texts for piece in codec.missing(text)})
+    is_recorded = isinstance(data, RecordedUtterances)
+    count = len(data) if is_recorded else min(len(data), synthesis.SHARD_SIZE)
+    known: set[str] = set()
+    for number in range(count):
+        text = data.text(number)
+        where = data.recordings[number].path if isinstance(data, RecordedUtterances) else name
+        missing = [] if known >= codec.units(text) else codec.missing(text)
+        known |= codec.units(text)
         if missing:
-            raise InputError(f"the model has no token for {', '.join(map(repr, missing[:5]))}")
+            raise InputError(
+                f"{where}: the model has no token for {', '.join(map(repr, missing[:5]))} in "
+                f"{text!r}; spell it otherwise, or choose another --model"
+            )
+        tokens = len(codec.encode(text)) - len(codec.start) + 1  # without the prompt
+        if tokens > most:
+            raise InputError(
+                f"{where}: {text!r} has {tokens} tokens, but the model takes at most {most}; "
+                "shorten it, or choose another --model"
+            )
     longest, limit = seconds_needed(data), longest_audio(model)
     if longest > limit:
         raise InputError(f"the data has audio of {longest} s, but the model takes at most {limit}")

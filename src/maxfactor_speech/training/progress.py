@@ -35,7 +35,7 @@ class Reporter:
     def pace(self, pace: Pace) -> None:
         """Report training steps."""
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+    def evaluated(self, step: int, evaluation: Evaluation, is_best: bool = False) -> None:
         """Report error rates."""
 
     def say(self, line: str) -> None:
@@ -72,9 +72,11 @@ class Lines(Reporter):
             f"{_clock(left)} left"
         )
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+    def evaluated(self, step: int, evaluation: Evaluation, is_best: bool = False) -> None:
         """Print error rates and two examples."""
-        self.say(f"step {step}: WER {evaluation.wer:.1%}, CER {evaluation.cer:.1%}")
+        when = "before the first step" if step == 0 else f"step {step}"
+        remark = ", the best so far" if is_best and step else ""
+        self.say(f"{when}: {rates(evaluation)}{remark}")
         for example in evaluation.examples[:2]:
             self.say(f"  said:  {example.reference}")
             self.say(f"  heard: {example.hypothesis}")
@@ -128,9 +130,9 @@ class Bar(Lines):
         )
         self._progress.update(self._task, completed=pace.step, status=status)
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+    def evaluated(self, step: int, evaluation: Evaluation, is_best: bool = False) -> None:
         """Print the error rates, and show the word error rate beside the bar."""
-        super().evaluated(step, evaluation)
+        super().evaluated(step, evaluation, is_best)
         self._wer = f"WER {evaluation.wer:.1%}  "
         if self._last is not None:
             self.pace(self._last)
@@ -138,6 +140,12 @@ class Bar(Lines):
     def close(self) -> None:
         """Remove the bar."""
         self._progress.stop()
+
+
+def rates(evaluation: Evaluation) -> str:
+    """Return the error rates as text; the raw one only where normalising makes a difference."""
+    raw = f" (raw {evaluation.raw_wer:.1%})" if evaluation.raw_wer != evaluation.wer else ""
+    return f"WER {evaluation.wer:.1%}{raw}, CER {evaluation.cer:.1%}"
 
 
 def make_reporter(console: Console) -> Reporter:

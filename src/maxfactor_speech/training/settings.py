@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from maxfactor_speech.data import corpus
+from maxfactor_speech.data.tokens import language_code
 from maxfactor_speech.errors import InputError
 from maxfactor_speech.training.optimizers import default_lr
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
 SETTINGS = "settings.json"
@@ -34,7 +35,9 @@ COUNTS = (
     "grad_accum",
     "evaluate_every",
     "keep",
+    "patience",
 )
+MAY_CHANGE = ("steps", "patience")  # when a training is resumed
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,16 @@ class Settings:
 
     Args:
         task: "digits" or "sentences", synthesised; unused if `data` is given.
-        language: "en", "de" or "es", of the task.
+        language: Code or name of the spoken language. Of synthesised speech: "en", "de" or "es".
+            None is the language that a model folder is set to, or else "en" for synthesised speech.
         data: Folder in LibriSpeech's layout, or TSV or JSONL file of path and text.
         validation: The same for validation; None splits off one in twenty of `data`.
         utterances: How many to synthesise; None is the number that is used, at most 24 000.
         validation_utterances: How many to synthesise for validation.
         model: "nano", "tiny" or "base" with random weights, or the folder of a model.
+        translate: Whether the texts of `data` are English translations, for a multilingual model;
+            None is the task that its folder is set to.
+        freeze_encoder: Whether to train only the decoder.
         optimizer: A recipe of MaxFactor, or "adamw", "adafactor", "muon", "lion".
         lr: The peak learning rate; None is the optimizer's default.
         weight_decay: For matrices; None is the optimizer's default.
@@ -65,16 +72,22 @@ class Settings:
         cuda_graphs: On a GPU, whether to launch each pass as one graph. Batches are then padded
             to few shapes.
         evaluate_every: Steps between evaluations, and between checkpoints.
-        keep: Checkpoints to keep.
+        keep: Checkpoints to keep, besides the best.
+        patience: Evaluations without improvement after which the training ends; None never ends
+            it early.
+        gradient_checkpointing: Whether to recompute activations in the backward pass, which takes
+            less memory and more time.
     """
 
     task: str = "digits"
-    language: str = "en"
+    language: str | None = None
     data: str | None = None
     validation: str | None = None
     utterances: int | None = None
     validation_utterances: int = 256
     model: str = "nano"
+    translate: bool | None = None
+    freeze_encoder: bool = False
     optimizer: str = "quality"
     lr: float | None = None
     weight_decay: float | None = None
@@ -91,9 +104,11 @@ class Settings:
     cuda_graphs: bool = True
     evaluate_every: int = 100
     keep: int = 2
+    patience: int | None = None
+    gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        corpus.check(self.task, self.language)
+        corpus.check(self.task, "en" if self.data is not None else self.spoken_language("en"))
         default_lr(self.optimizer)
         self._require(self.schedule in SCHEDULES, "schedule", f"one of {', '.join(SCHEDULES)}")
         self._require(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
@@ -110,6 +125,8 @@ class Settings:
         self._require(0 <= self.seed < SEEDS, "seed", "at least 0 and less than 2^63")
         if self.validation is not None and self.data is None:
             raise ValueError(f"validation must be given with data, got only {self.validation!r}")
+        if self.translate and self.data is None:
+            raise ValueError("translate must be given with data, recordings with English texts")
         if self.device != "auto":
             parse_device(self.device)
 
@@ -121,6 +138,14 @@ class Settings:
     def peak_lr(self) -> float:
         """The given learning rate, or the optimizer's default."""
         return default_lr(self.optimizer) if self.lr is None else self.lr
+
+    def spoken_language(self, default: str) -> str:
+        """Return the code of the spoken language."""
+        name = default if self.language is None else self.language
+        try:
+            return language_code(name)
+        except ValueError:
+            return name  # for the message of whoever does not know it
 
     @property
     def utterance_count(self) -> int:
@@ -191,13 +216,26 @@ def read_settings(out: Path) -> Settings:
         raise InputError(f"{path}: cannot be read, {error}") from error
 
 
-def check_same(out: Path, settings: Settings) -> None:
+def check_same(out: Path, settings: Settings, may_differ: Collection[str] = ()) -> None:
     """Raise InputError if the training in a folder was started with other settings."""
     before = read_settings(out)
     for field in fields(Settings):
         old, new = getattr(before, field.name), getattr(settings, field.name)
-        if old != new:
+        if old != new and field.name not in may_differ:
             raise InputError(
                 f"{out}: was started with {field.name}={old!r}, cannot resume with {new!r}; "
                 f"choose another --out, and --model {out} to start from these weights"
             )
+
+
+def resumed(out: Path, settings: Settings) -> Settings:
+    """Return the settings to resume a training with, whose steps and patience may be new.
+
+    The schedule is that of the new number of steps, from the current step on. Synthesised speech
+    stays the same, although by default its amount depends on the number of steps.
+    """
+    check_same(out, settings, MAY_CHANGE)
+    before = read_settings(out)
+    if settings.steps != before.steps and settings.data is None:
+        return replace(settings, utterances=before.utterance_count)
+    return settings

@@ -6,7 +6,7 @@ import copy
 import os
 from contextlib import contextmanager, nullcontext
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
@@ -19,10 +19,10 @@ from maxfactor_speech.data.batches import (
     BatchSlice,
     Order,
     Padding,
-    evaluation_batches,
+    collated_batches,
     training_batches,
 )
-from maxfactor_speech.data.features import draw_stretches, log_mel, spec_augment
+from maxfactor_speech.data.features import GRAIN, draw_stretches, extract, is_log_mel, spec_augment
 from maxfactor_speech.data.tokens import IGNORED
 from maxfactor_speech.errors import InputError
 from maxfactor_speech.training import checkpoint
@@ -32,11 +32,12 @@ from maxfactor_speech.training.cuda_graphs import (
     are_capturable,
     is_random,
 )
-from maxfactor_speech.training.evaluation import Evaluation, decode
-from maxfactor_speech.training.model import POSITIONS_PER_SECOND
+from maxfactor_speech.training.evaluation import Evaluation, Example, PipelineDecoder
+from maxfactor_speech.training.model import SIZES
 from maxfactor_speech.training.optimizers import default_clip, make_optimizer
 from maxfactor_speech.training.parallel import SingleProcess
 from maxfactor_speech.training.preparation import fingerprint
+from maxfactor_speech.training.recogniser import text_normaliser
 from maxfactor_speech.training.settings import DTYPES, Settings, lr_factor
 
 if TYPE_CHECKING:
@@ -47,11 +48,18 @@ if TYPE_CHECKING:
 
     from maxfactor_speech.training.preparation import Prepared
 
-SAMPLES_PER_POSITION = SAMPLE_RATE // POSITIONS_PER_SECOND
 # Padding with CUDA graphs: audio in steps of half a second, at most six lengths of text.
 PADDED_SAMPLES = SAMPLE_RATE // 2
 PADDED_TOKENS = 16
 DEVICE_SETTINGS = ("foreach", "fused", "capturable")  # not taken over from a checkpoint
+
+
+class Best(NamedTuple):
+    """The best checkpoint so far: the lowest word error rate, then character error rate."""
+
+    step: int
+    wer: float
+    cer: float
 
 
 class Trainer:
@@ -71,7 +79,11 @@ class Trainer:
         self._data = fingerprint(prepared.train)
         self.processes = processes or SingleProcess()
         self.device = self.processes.device(settings.torch_device)
-        self.model = prepared.model
+        self.model, _, self._extractor = prepared.recogniser
+        if settings.freeze_encoder:
+            self.model.model.encoder.requires_grad_(False)
+        if settings.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._full_model = copy.deepcopy(self.model) if self.processes.is_sharded else self.model
         self.model.to(self.device)  # type: ignore[arg-type]  # a decorator has wrong types
         self.model.train()
@@ -93,6 +105,9 @@ class Trainer:
         self._device_lr_views = [] if self._device_lrs is None else list(self._device_lrs)
         self.step = 0
         self.seconds = 0.0
+        self.best: Best | None = None
+        self.evaluated: int | None = None  # the step of the last evaluation
+        self._without_progress = 0  # evaluations since the best one
         self._full_model_step = -1  # the step that the weights of the full model are of
 
     def batches(self) -> abc.Generator[list[Batch], None, None]:
@@ -130,20 +145,43 @@ class Trainer:
         return total
 
     def evaluate(self) -> Evaluation:
-        """Measure the error rates on the validation set."""
-        batches = evaluation_batches(
-            self.prepared.validation,
-            4 * self.settings.batch_size,
-            self.device,
-            self._part,
-            self.model.config.num_mel_bins,
-        )
+        """Measure the error rates on the validation set, as `pipeline` has them."""
         model = self.full_model()
         model.to(self.device)  # type: ignore[arg-type]
-        mine = decode(model, self.prepared.codec, batches, DTYPES[self.settings.dtype])
+        recogniser = self.prepared.recogniser._replace(model=model)
+        decoder = PipelineDecoder(recogniser)
+        batches = collated_batches(
+            self.prepared.validation,
+            4 * self.settings.batch_size,
+            self._extractor.n_samples,
+            self._part,
+        )
+        mine = [list(map(Example, texts, decoder(samples))) for samples, texts in batches]
         if self.processes.is_sharded:
             model.to("cpu")  # type: ignore[arg-type]  # the device may be too small to keep it
-        return Evaluation.of([pair for batch in self.processes.interleaved(mine) for pair in batch])
+        pairs = [pair for batch in self.processes.interleaved(mine) for pair in batch]
+        return Evaluation.of(pairs, text_normaliser(recogniser))
+
+    def note(self, evaluation: Evaluation) -> None:
+        """Remember whether an evaluation of the current step is the best so far.
+
+        Random weights are not worth a checkpoint, weights of a model folder are.
+        """
+        self.evaluated = self.step
+        if self.step == 0 and self.settings.model in SIZES:
+            return
+        now = Best(self.step, evaluation.wer, evaluation.cer)
+        if self.best is None or now[1:] < self.best[1:]:
+            self.best, self._without_progress = now, 0
+        else:
+            self._without_progress += 1
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps are done, or too many evaluations brought no improvement."""
+        patience = self.settings.patience
+        has_stalled = patience is not None and self._without_progress >= patience
+        return self.step >= self.settings.steps or has_stalled
 
     def full_model(self) -> WhisperForConditionalGeneration:
         """Return the model, or if it is sharded, a copy on the CPU with all weights."""
@@ -182,8 +220,9 @@ class Trainer:
         partial = checkpoint.partial_folder(out, self.step)
 
         def finish() -> None:
-            checkpoint.write(partial, model, self.prepared.codec, training)
-            checkpoint.finish(partial, self.settings.keep)
+            checkpoint.write(partial, self.prepared.recogniser._replace(model=model), training)
+            best = None if self.best is None else self.best.step
+            checkpoint.finish(partial, self.settings.keep, best)
 
         is_first, group = processes.rank == 0, processes.shard_group
         processes.run_on_all(lambda: checkpoint.begin(partial) if is_first else None)
@@ -201,6 +240,8 @@ class Trainer:
                 f"data, or start a new training with another --out and --model {folder}"
             )
         self.step, self.seconds = saved["step"], saved["seconds"]
+        self.evaluated, self._without_progress = saved["evaluated"], saved["without_progress"]
+        self.best = None if saved["best"] is None else Best(*saved["best"])
         self._scaler.load_state_dict(saved["scaler"])
         if saved["optimizers"] is None:
             checkpoint.load_sharded_state(folder, self.model, self.optimizers, group)
@@ -222,6 +263,9 @@ class Trainer:
         return {
             "step": self.step,
             "seconds": self.seconds,
+            "evaluated": self.evaluated,
+            "best": None if self.best is None else [*self.best],
+            "without_progress": self._without_progress,
             "optimizers": states,
             "scaler": self._scaler.state_dict(),
             "data": self._data,
@@ -253,7 +297,7 @@ class Trainer:
     def _gradients(self, inputs: abc.Sequence[Tensor], share: Tensor | float) -> Tensor:
         """Add the gradients of `share` times the loss, and return that loss."""
         samples, labels, *draws = inputs
-        features = log_mel(samples, self.model.config.num_mel_bins)
+        features = extract(self._extractor, samples)
         if draws:
             features = spec_augment(features, draws[0])
         dtype = DTYPES[self.settings.dtype]
@@ -262,21 +306,35 @@ class Trainer:
         self._scaler.scale(loss).backward()
         return loss.detach()
 
-    def _pads_coarsely(self) -> bool:
-        return self.settings.cuda_graphs and self.device.type == "cuda"
-
     def _uses_graphs(self) -> bool:
-        """Whether passes run as graphs: not with GradScaler, which reallocates its scale."""
-        random, scaled = is_random(self.model.config), self.settings.dtype == "fp16"
-        return self._pads_coarsely() and not (self.processes.is_distributed or random or scaled)
+        """Whether passes run as graphs, which must not use random numbers or the host.
+
+        GradScaler reallocates its scale, and checkpointing reads the state of random numbers.
+        """
+        settings = self.settings
+        return (
+            settings.cuda_graphs
+            and self.device.type == "cuda"
+            and settings.dtype != "fp16"
+            and not settings.gradient_checkpointing
+            and not self.processes.is_distributed
+            and not is_random(self.model.config)
+            and is_log_mel(self._extractor)
+        )
 
     def _padding(self) -> Padding:
-        """Return coarse padding for CUDA graphs, so that few shapes occur, else the least."""
-        if not self._pads_coarsely():
-            return Padding()
-        samples = self.model.config.max_source_positions * SAMPLES_PER_POSITION
-        tokens = self.model.config.max_target_positions
-        return Padding(PADDED_SAMPLES, max(PADDED_TOKENS, tokens // 6), samples, tokens)
+        """Return how far batches are padded: coarsely for CUDA graphs, so that few shapes occur.
+
+        Audio for a model folder is padded as the model was trained, normally to 30 s. A model from
+        scratch learns far faster from audio that is padded as little as possible.
+        """
+        samples, tokens = self._extractor.n_samples, self.model.config.max_target_positions
+        is_coarse = self.settings.cuda_graphs and self.device.type == "cuda"
+        width = PADDED_SAMPLES if is_coarse else GRAIN
+        if not self.prepared.recogniser.is_plain:
+            width = samples
+        length = max(PADDED_TOKENS, tokens // 6) if is_coarse else 1
+        return Padding(width, length, samples, tokens)
 
     def _seed(self) -> None:
         """Seed all random numbers of a step, from its number and the process only."""

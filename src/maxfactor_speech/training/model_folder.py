@@ -1,0 +1,123 @@
+"""Folders with a Whisper: which one is meant, and loading everything that it needs.
+
+Nothing is downloaded. What is missing in a folder is named with the way to get it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration, WhisperTokenizer
+
+from maxfactor_speech.data.audio import SAMPLE_RATE
+from maxfactor_speech.data.tokens import Codec
+from maxfactor_speech.errors import InputError, failure_reason
+from maxfactor_speech.training.checkpoint import BEST, checkpoints, quiet
+from maxfactor_speech.training.recogniser import Recogniser, complete_generation, prompt
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
+EXTRACTOR_FILES = ("preprocessor_config.json", "processor_config.json")
+UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError)
+
+
+def find_model(folder: Path) -> Path:
+    """Return the model folder in a training's folder (its best checkpoint), or the folder itself.
+
+    Raises:
+        InputError: If it contains no Whisper model.
+    """
+    source = _source(folder)
+    if not (source / "config.json").is_file():
+        if not folder.exists() and HUB_NAME.fullmatch(str(folder)):
+            name = folder.name
+            raise InputError(
+                f"{folder}: no such folder, and models are not downloaded; get it with "
+                f"`hf download {folder} --local-dir {name}`, then use --model {name}"
+            )
+        raise InputError(f"{folder}: no config.json, so this is not a model folder")
+    try:
+        kind = json.loads((source / "config.json").read_text()).get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise _not_whisper(folder, error) from error
+    if kind != "whisper":
+        raise InputError(f"{folder}: contains a model of type {kind!r}, only 'whisper' is allowed")
+    _check_file(source, TOKENIZER_FILES, "tokenizer")
+    _check_file(source, EXTRACTOR_FILES, "feature extractor")
+    return source
+
+
+def load_model(folder: Path) -> Recogniser:
+    """Load a Whisper from a model folder, a checkpoint, or a training."""
+    source = find_model(folder)
+    try:
+        with quiet():
+            loaded: Any = WhisperForConditionalGeneration.from_pretrained(
+                source, local_files_only=True, dtype=torch.float32, output_loading_info=True
+            )
+            tokenizer = WhisperTokenizer.from_pretrained(source, local_files_only=True)
+            extractor = WhisperFeatureExtractor.from_pretrained(source, local_files_only=True)
+        model: WhisperForConditionalGeneration = loaded[0]
+        complete_generation(model, tokenizer)
+        codec = Codec.of(tokenizer, prompt(model.generation_config), model.config.vocab_size)
+    except UNREADABLE as error:
+        raise _not_whisper(folder, error) from error
+    missing = sorted(loaded[1]["missing_keys"])
+    if missing:
+        raise InputError(f"{folder}: lacks weights of the model, such as {missing[0]}")
+    if max(*codec.start, codec.end) >= len(codec):
+        raise InputError(
+            f"{folder}: {TOKENIZER_FILES[0]} belongs to another model, which has more tokens; copy "
+            "the file from the model that this one was made from"
+        )
+    _check_fit(source, model, extractor)
+    # Whisper never trains the encoder's sinusoids, but loading makes them trainable.
+    model.model.encoder.embed_positions.requires_grad_(False)
+    return Recogniser(model, codec, extractor)
+
+
+def _source(folder: Path) -> Path:
+    """Return the best checkpoint of a training, its last one, or the folder itself."""
+    if (folder / BEST / "config.json").is_file():
+        return folder / BEST
+    found = checkpoints(folder)
+    return found[-1] if found else folder
+
+
+def _check_file(folder: Path, names: tuple[str, ...], what: str) -> None:
+    if not any((folder / name).is_file() for name in names):
+        raise InputError(
+            f"{folder}: has no {what} ({' or '.join(names)}); copy it from the model that this one "
+            "was made from"
+        )
+
+
+def _check_fit(
+    folder: Path,
+    model: WhisperForConditionalGeneration,
+    extractor: WhisperFeatureExtractor,
+) -> None:
+    """Raise InputError if the feature extractor of a folder belongs to another model."""
+    config: Any = model.config
+    pairs = {
+        "mel bands": (extractor.feature_size, config.num_mel_bins),
+        "frames": (extractor.nb_max_frames, 2 * config.max_source_positions),
+        "samples per second": (extractor.sampling_rate, SAMPLE_RATE),
+    }
+    for what, (given, taken) in pairs.items():
+        if given != taken:
+            raise InputError(
+                f"{folder}: {EXTRACTOR_FILES[0]} has {given} {what}, but the model takes {taken}; "
+                "copy the file from the model that this one was made from"
+            )
+
+
+def _not_whisper(folder: Path, error: Exception) -> InputError:
+    return InputError(f"{folder}: cannot be read as a Whisper model, {failure_reason(error)}")

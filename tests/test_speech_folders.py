@@ -1,0 +1,487 @@
+"""Model folders: trained further, they do in `pipeline` what the training reports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jiwer
+import numpy as np
+import pytest
+import soundfile
+import torch
+from transformers import WhisperFeatureExtractor, WhisperTokenizer, pipeline
+from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
+from typer.testing import CliRunner
+
+from maxfactor_speech.cli import app
+from maxfactor_speech.data.audio import SAMPLE_RATE
+from maxfactor_speech.data.features import extract, is_log_mel
+from maxfactor_speech.data.recordings import find_recordings
+from maxfactor_speech.errors import InputError
+from maxfactor_speech.training import checkpoint
+from maxfactor_speech.training.evaluation import Evaluation, Example
+from maxfactor_speech.training.loop import train
+from maxfactor_speech.training.metrics import read_metrics
+from maxfactor_speech.training.model import encode
+from maxfactor_speech.training.model_folder import load_model
+from maxfactor_speech.training.preparation import prefers_space, prepare
+from maxfactor_speech.training.recogniser import text_normaliser, with_prompt
+from maxfactor_speech.training.settings import Settings
+from maxfactor_speech.training.trainer import Trainer
+from noise import weights
+from toy_whisper import Spoken, make_folder, utterance
+
+VALIDATION = 16
+resource: Any = pytest.importorskip("resource")  # limits of POSIX
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A multilingual Whisper for 5 s of audio that makes some mistakes."""
+    folder = tmp_path_factory.mktemp("toy") / "whisper"
+    make_folder(folder, 5, 100)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def english(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An English-only Whisper whose texts begin without a space, trained a little."""
+    folder = tmp_path_factory.mktemp("english") / "whisper"
+    make_folder(folder, 5, 40, multilingual=False, space="")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Recordings with German texts, and lists of them."""
+    folder = tmp_path_factory.mktemp("spoken")
+    for name, numbers in {
+        "train": range(5000, 5048),
+        "check": range(9000, 9000 + VALIDATION),
+    }.items():
+        lines = []
+        for number in numbers:
+            said = utterance(number, "de")
+            soundfile.write(folder / f"{number}.wav", said.samples, SAMPLE_RATE)
+            lines.append(
+                f"{number}.wav\t{said.text.capitalize()}!\n"
+                if name == "check"
+                else f"{number}.wav\t{said.text}\n"
+            )
+        (folder / f"{name}.tsv").write_text("".join(lines))
+    return folder
+
+
+def settings(spoken: Path, model: Path | str, **changes: Any) -> Settings:
+    base = Settings(
+        data=str(spoken / "train.tsv"), validation=str(spoken / "check.tsv"), model=str(model),
+        language="german", optimizer="adamw", lr=1e-3, steps=12, batch_size=8, evaluate_every=6,
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
+def heard(folder: Path, spoken: Path, name: str = "check.tsv", **options: Any) -> list[Example]:
+    """What transformers' pipeline writes, one recording at a time."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        recognise: Any = pipeline("automatic-speech-recognition", model=str(folder))
+        pairs = []
+        for one in find_recordings(spoken / name):
+            samples, _ = soundfile.read(one.path, dtype="float32")
+            found = recognise(samples, generate_kwargs=options) if options else recognise(samples)
+            pairs.append(Example(one.text, " ".join(found["text"].split())))
+    return pairs
+
+
+def raw_wer(pairs: list[Example]) -> float:
+    return float(jiwer.wer([one.reference for one in pairs], [one.hypothesis for one in pairs]))
+
+
+def plain_wer(pairs: list[Example]) -> float:
+    """Without upper case and punctuation, as Whisper's normaliser has it for German."""
+    return raw_wer([Example(one.reference.lower().strip("!"), one.hypothesis) for one in pairs])
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def evaluations(out: Path) -> list[dict[str, Any]]:
+    return [line for line in read_metrics(out) if "wer" in line]
+
+
+# ------------------------------------------------------------------ what the pipeline says
+
+
+@pytest.fixture(scope="module")
+def tuned(toy: Path, spoken: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy, trained further with the command."""
+    out = tmp_path_factory.mktemp("tuned") / "out"
+    chosen = settings(spoken, toy)
+    result = run(
+        "train", "--model", toy, "--data", chosen.data, "--validation", chosen.validation,
+        "--language", "German", "--optimizer", "adamw", "--lr", "1e-3", "--steps", "12",
+        "--batch-size", "8", "--evaluate-every", "6", "--out", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    first, *_, last = evaluations(out)
+    assert (
+        f"before the first step: WER {first['wer']:.1%} (raw {first['raw_wer']:.1%})"
+        in result.output
+    )
+    assert f"WER {last['wer']:.1%} (raw {last['raw_wer']:.1%})" in result.output
+    assert f"best:    {out / 'best'}, WER " in result.output
+    return out
+
+
+def test_a_folder_trained_further_does_in_the_pipeline_what_was_reported(
+    toy: Path, tuned: Path, spoken: Path
+) -> None:
+    before = heard(toy, spoken, language="de", task="transcribe")
+    lines = evaluations(tuned)
+    assert [line["step"] for line in lines] == [0, 6, 12]
+    folders = {0: before, lines[-1]["best"]: heard(tuned / "best", spoken)}
+    folders[12] = heard(checkpoint.checkpoints(tuned)[-1], spoken)
+    for line in lines:
+        if line["step"] in folders:
+            pairs = folders[line["step"]]
+            assert line["wer"] == plain_wer(pairs)
+            assert line["raw_wer"] == raw_wer(pairs)
+            assert {Example(**example) for example in line["examples"]} <= set(pairs)
+    assert 0.0 < plain_wer(before) < 0.9  # there was something to keep and something to learn
+    assert plain_wer(folders[12]) < plain_wer(before)
+    assert plain_wer(folders[lines[-1]["best"]]) == min(line["wer"] for line in lines)
+
+
+def test_the_written_folder_is_complete(toy: Path, tuned: Path) -> None:
+    names = {path.name for path in (tuned / "best").iterdir()}
+    assert names >= {
+        "config.json", "generation_config.json", "model.safetensors", "preprocessor_config.json",
+        "processor_config.json", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    before, after = (
+        json.loads((folder / "generation_config.json").read_text())
+        for folder in (toy, tuned / "best")
+    )
+    assert (after["language"], after["task"]) == ("de", "transcribe")
+    kept = ("suppress_tokens", "begin_suppress_tokens", "lang_to_id", "max_length")
+    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+    words = WhisperTokenizer.from_pretrained(tuned / "best")
+    codec = load_model(tuned).codec
+    assert words("uh oh").input_ids == [codec.start[0], *codec.encode("uh oh")]
+    prompt = words.decode(codec.start)
+    assert prompt == "<|startoftranscript|><|de|><|transcribe|><|notimestamps|>"
+
+
+def test_a_model_from_scratch_is_a_folder_for_the_pipeline(spoken: Path, tmp_path: Path) -> None:
+    chosen = settings(spoken, "nano", language=None, lr=3e-3, steps=30, evaluate_every=30)
+    lower = tmp_path / "check.tsv"
+    lines = (spoken / "check.tsv").read_text().lower().replace("!", "")
+    lower.write_text("".join(f"{spoken}/{line}\n" for line in lines.splitlines()))
+    train(replace(chosen, validation=str(lower)), tmp_path / "out")
+    pairs = heard(tmp_path / "out" / "best", spoken)
+    line = evaluations(tmp_path / "out")[-1]
+    assert line["wer"] == plain_wer(pairs)
+    assert len({pair.hypothesis for pair in pairs}) > 2  # it does not always say the same
+    result = run("transcribe", tmp_path / "out", spoken / "9000.wav")
+    assert result.output.strip() == pairs[0].hypothesis
+
+
+def test_thirty_seconds_are_padded_as_the_model_was_trained(spoken: Path, tmp_path: Path) -> None:
+    make_folder(tmp_path / "toy", 30, 1)
+    chosen = settings(spoken, tmp_path / "toy", steps=1, batch_size=2)
+    few = (spoken / "check.tsv").read_text().splitlines()[:2]
+    (tmp_path / "few.tsv").write_text("".join(f"{spoken}/{line}\n" for line in few))
+    result = train(replace(chosen, validation=str(tmp_path / "few.tsv")), tmp_path / "out")
+    batches = result.trainer.batches()
+    assert next(batches)[0].samples.shape == (2, 30 * SAMPLE_RATE)
+    batches.close()
+    last = checkpoint.checkpoints(tmp_path / "out")[-1]
+    examples = [Example(**example) for example in evaluations(tmp_path / "out")[-1]["examples"]]
+    assert sorted(examples) == sorted(heard(last, tmp_path, "few.tsv"))
+
+
+# ----------------------------------------------------------------------- features and texts
+
+
+@pytest.mark.parametrize("mels", [80, 128])
+def test_features_are_those_of_the_extractor(mels: int) -> None:
+    extractor = WhisperFeatureExtractor(feature_size=mels, chunk_length=3)
+    said = [utterance(number, "en").samples for number in range(3)]
+    waves = [one.astype(np.float32) / 32_768.0 for one in said]
+    expected = extractor(waves, sampling_rate=SAMPLE_RATE, return_tensors="pt").input_features
+    padded = torch.stack([torch.from_numpy(np.pad(one, (0, 48_000 - len(one)))) for one in said])
+    assert is_log_mel(extractor)
+    torch.testing.assert_close(extract(extractor, padded), expected, atol=2e-5, rtol=0.0)
+    other = WhisperFeatureExtractor(feature_size=mels, chunk_length=3, n_fft=512)
+    assert not is_log_mel(other)
+    expected = other(waves, sampling_rate=SAMPLE_RATE, return_tensors="pt").input_features
+    assert torch.equal(extract(other, padded), expected)
+
+
+def test_english_is_normalised_with_the_spellings_of_the_folder(toy: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "british"
+    shutil.copytree(toy, folder)
+    (folder / "normalizer.json").write_text('{"colour": "color"}')
+    own = with_prompt(load_model(folder), "en", None, "it")
+    normalise = text_normaliser(own)
+    assert isinstance(normalise, EnglishTextNormalizer)
+    evaluation = Evaluation.of([Example("Colour it, Mr. Re!", "color it mister re")], normalise)
+    assert (evaluation.wer, evaluation.raw_wer) == (0.0, 1.0)
+    checkpoint.write(tmp_path / "again", own, {})
+    assert load_model(tmp_path / "again").codec.tokenizer.english_spelling_normalizer == {
+        "colour": "color"
+    }
+    german = text_normaliser(with_prompt(load_model(folder), "de", False, "it"))
+    assert german("Uh, OH") == "uh oh"
+    assert isinstance(text_normaliser(with_prompt(own, "de", True, "it")), EnglishTextNormalizer)
+
+
+def test_texts_begin_as_those_that_the_model_was_trained_on(
+    toy: Path, english: Path, tuned: Path
+) -> None:
+    multilingual = with_prompt(load_model(toy), "de", None, "it")
+    assert prefers_space(multilingual, Spoken("de"))
+    assert not prefers_space(load_model(english), Spoken("en"))
+    assert load_model(tuned).codec.encode("uh")[3:] == multilingual.codec.encode(" uh")[3:]
+
+
+# ------------------------------------------------------------------------ language and task
+
+
+def test_the_language_is_that_of_the_folder_if_none_is_given(
+    toy: Path, spoken: Path, tmp_path: Path
+) -> None:
+    chosen = settings(spoken, toy, language=None)
+    with pytest.raises(
+        InputError, match=r"is multilingual, so give .* --language; it knows .*, de, "
+    ):
+        prepare(chosen)
+    folder = tmp_path / "german"
+    shutil.copytree(toy, folder)
+    own = json.loads((toy / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**own, "language": "german"}))
+    start = prepare(replace(chosen, model=str(folder))).codec.start
+    assert start == prepare(settings(spoken, toy)).codec.start
+    translated = prepare(settings(spoken, toy, translate=True)).codec
+    assert translated.tokenizer.decode(translated.start[1:3]) == "<|de|><|translate|>"
+
+
+def test_a_generation_config_of_an_older_checkpoint_is_completed(
+    toy: Path, spoken: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "older"
+    shutil.copytree(toy, folder)
+    (folder / "generation_config.json").unlink()
+    codec = prepare(settings(spoken, folder)).codec
+    assert codec.start == prepare(settings(spoken, toy)).codec.start
+    own = json.loads((toy / "generation_config.json").read_text())
+    forced = [[1, own["lang_to_id"]["<|de|>"]], [2, own["task_to_id"]["transcribe"]]]
+    (folder / "generation_config.json").write_text(
+        json.dumps({**own, "forced_decoder_ids": forced})
+    )
+    assert prepare(settings(spoken, folder, language=None)).codec.start == codec.start
+    (folder / "generation_config.json").write_text(json.dumps({**own, "language": "klingon"}))
+    with pytest.raises(
+        InputError, match=r"older: cannot be read as a Whisper model, language must"
+    ):
+        prepare(settings(spoken, folder))
+
+
+@pytest.mark.parametrize(
+    ("which", "changes", "message"),
+    [
+        (
+            "toy",
+            {"language": "klingon"},
+            "does not know the language 'klingon'; it knows af, am, ",
+        ),
+        ("english", {"language": "de"}, "is not multilingual, so --language de is not possible"),
+        ("english", {"language": None, "translate": True}, "is not multilingual and cannot transl"),
+    ],
+)
+def test_a_language_or_task_that_the_model_does_not_know_is_refused(
+    request: pytest.FixtureRequest, spoken: Path, which: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        prepare(settings(spoken, request.getfixturevalue(which), **changes))
+
+
+def test_an_english_model_has_neither_language_nor_task(english: Path, spoken: Path) -> None:
+    prepared = prepare(settings(spoken, english, language="en"))
+    assert prepared.codec.tokenizer.decode(prepared.codec.start) == (
+        "<|startoftranscript|><|notimestamps|>"
+    )
+
+
+# ---------------------------------------------------------------- what a training offers
+
+
+def test_a_finished_training_is_continued_with_more_steps(
+    toy: Path, spoken: Path, tmp_path: Path
+) -> None:
+    chosen = settings(spoken, toy, steps=2, evaluate_every=2)
+    train(chosen, tmp_path / "out")
+    again = train(replace(chosen, steps=4), tmp_path / "out", resume=True)
+    assert again.step == 4
+    assert [line["step"] for line in evaluations(tmp_path / "out")] == [0, 2, 4]
+    assert json.loads((tmp_path / "out" / "settings.json").read_text())["steps"] == 4
+
+
+def test_a_training_ends_without_improvement_and_keeps_the_best(
+    toy: Path, spoken: Path, tmp_path: Path
+) -> None:
+    """A learning rate that destroys the model: the best one is what it started from."""
+    chosen = settings(spoken, toy, lr=1.0, steps=50, evaluate_every=1, patience=2, keep=1)
+    result = train(chosen, tmp_path / "out")
+    assert result.step == 2
+    assert result.evaluation is not None
+    assert {line["best"] for line in evaluations(tmp_path / "out")} == {0}
+    names = [path.name for path in checkpoint.checkpoints(tmp_path / "out")]
+    assert names == ["step-00000000", "step-00000002"]
+    assert heard(tmp_path / "out" / "best", spoken) == heard(toy, spoken, language="de")
+    assert train(chosen, tmp_path / "out", resume=True).step == 2
+
+
+def test_a_frozen_encoder_is_neither_trained_nor_differentiated(
+    toy: Path, spoken: Path, tmp_path: Path
+) -> None:
+    chosen = settings(spoken, toy, steps=2, freeze_encoder=True)
+    result = train(chosen, tmp_path / "out")
+    before, after = load_model(toy).model.state_dict(), weights(tmp_path / "out")
+    same = {name for name, value in after.items() if torch.equal(value, before[name])}
+    encoder = {name for name in after if name.startswith("model.encoder.")}
+    assert same == encoder
+    model = result.trainer.model
+    assert encode(model, torch.zeros(1, 80, 500)).grad_fn is None  # so nothing is kept for it
+    assert not [
+        one for name, one in model.named_parameters() if name in encoder and one.grad is not None
+    ]
+
+
+def test_checkpointing_computes_the_same_with_fewer_activations(toy: Path, spoken: Path) -> None:
+    kept, losses = [], []
+    for checkpointing in (False, True):
+        chosen = settings(spoken, toy, gradient_checkpointing=checkpointing)
+        trainer = Trainer(chosen, prepare(chosen))
+        batches = trainer.batches()
+        [batch] = next(batches)
+        batches.close()
+        sizes: list[int] = []
+
+        def count(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        features = extract(trainer.prepared.recogniser.extractor, batch.samples)
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            loss = trainer._forward(features, batch.labels)
+        loss.backward()
+        kept.append(sum(sizes))
+        losses.append(
+            [
+                loss.detach(),
+                *(one.grad for one in trainer.model.parameters() if one.grad is not None),
+            ]
+        )
+    assert kept[1] < 0.6 * kept[0]
+    for one, other in zip(*losses, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_long_recordings_are_transcribed_with_time_stamps(
+    tuned: Path, english: Path, spoken: Path, tmp_path: Path
+) -> None:
+    quiet = np.zeros(5 * SAMPLE_RATE, np.int16)
+    parts = [utterance(number, "de").samples for number in (9001, 9002)]
+    long = tmp_path / "long.wav"
+    soundfile.write(long, np.concatenate([parts[0], quiet, parts[1]]), SAMPLE_RATE)
+    samples, _ = soundfile.read(long, dtype="float32")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        recognise: Any = pipeline("automatic-speech-recognition", model=str(tuned / "best"))
+        expected = recognise(samples, return_timestamps=True)
+    result = run("transcribe", tuned, long)
+    assert result.exit_code == 0, result.output
+    assert result.output.split() == expected["text"].split()
+    lines = run("transcribe", tuned, long, "--timestamps").output.splitlines()
+    assert len(lines) == len(expected["chunks"]) >= 1
+    for line, chunk in zip(lines, expected["chunks"], strict=True):
+        times = ["" if time is None else f"{time:.2f}" for time in chunk["timestamp"]]
+        assert line == f"{'-'.join(times)}\t{chunk['text'].strip()}"
+
+
+# --------------------------------------------------------------------------- bad folders
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["tokenizer.json"], r"has no tokenizer \(tokenizer.json or vocab.json\); copy it from"),
+        (["processor_config.json"], r"has no feature extractor \(preprocessor_config.json or "),
+        (["config.json"], "no config.json, so this is not a model folder"),
+    ],
+)
+def test_a_folder_that_lacks_a_file_is_named(
+    toy: Path, spoken: Path, tmp_path: Path, names: list[str], message: str
+) -> None:
+    folder = tmp_path / "lacking"
+    shutil.copytree(toy, folder)
+    for name in names:
+        (folder / name).unlink()
+    with pytest.raises(InputError, match=f"{folder}: {message}"):
+        train(settings(spoken, folder), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_of_another_model_are_refused(toy: Path, spoken: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mixed"
+    shutil.copytree(toy, folder)
+    WhisperFeatureExtractor(chunk_length=30).save_pretrained(folder)
+    (folder / "processor_config.json").unlink()
+    with pytest.raises(
+        InputError, match=r"has 3000 frames, but the model takes 500; copy the file"
+    ):
+        train(settings(spoken, folder), tmp_path / "out")
+
+
+def test_letters_without_a_token_are_named(toy: Path, spoken: Path, tmp_path: Path) -> None:
+    (tmp_path / "foreign.tsv").write_text(f"{spoken}/5000.wav\tdo ré\n{spoken}/5001.wav\tmi\n")
+    chosen = settings(spoken, toy, data=str(tmp_path / "foreign.tsv"))
+    with pytest.raises(InputError, match=r"5000.wav: the model has no token for 'é' in 'do ré'; "):
+        train(chosen, tmp_path / "out")
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """The system refuses to write more to a file, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [4_000, 60_000, 300_000])
+def test_a_full_disk_keeps_the_previous_checkpoint(tuned: Path, tmp_path: Path, size: int) -> None:
+    """Whichever file does not fit: the tokenizer, the weights, or the state of the optimizer."""
+    out = tmp_path / "out"
+    shutil.copytree(tuned, out, symlinks=True)
+    before = weights(out)
+    chosen = replace(Settings(**json.loads((out / "settings.json").read_text())), steps=18)
+    with file_size_limit(size), pytest.raises(InputError, match="cannot be written"):
+        train(chosen, out, resume=True)
+    last = checkpoint.checkpoints(out)[-1]
+    assert last.name == "step-00000012"
+    for name, value in weights(out).items():
+        assert torch.equal(value, before[name])
+    assert not list(out.rglob("*.partial"))
+    assert load_model(out / "best").language == "de"
