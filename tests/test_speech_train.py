@@ -579,9 +579,14 @@ def wrong_train(trained: Path, folder: Path) -> list[tuple[list[object], str]]:
         (["--data", folder / "nothing"], "nothing: no such file or folder"),
         (
             ["--data", folder / "missing.tsv", *pair],
-            f"missing.tsv:1: {folder / 'nowhere.wav'}: no such",
+            "no recordings are left; 1 of 2 recordings are left out: 1 missing (nowhere.wav)",
         ),
-        (["--data", folder / "empty.tsv"], "empty.tsv:1: the transcript of"),
+        (["--data", folder / "empty.tsv"], "are left out: 1 no transcript (example.wav)"),
+        (
+            ["--data", folder / "missing.tsv", *pair, "--strict"],
+            f"missing.tsv:1: {folder / 'nowhere.wav'}: no such file; leave out --strict",
+        ),
+        (["--strict"], "strict must be given with data, got True"),
         (["--data", folder / "single.tsv"], "only 1 recordings"),
         (
             ["--data", folder / "single.tsv", "--validation", folder / "foreign.tsv"],

@@ -10,7 +10,9 @@ import torch
 
 from maxfactor_speech.data import corpus, recordings, synthesis
 from maxfactor_speech.data.batches import Utterances, seconds_needed
+from maxfactor_speech.data.own_data import load_own_data
 from maxfactor_speech.data.recordings import RecordedUtterances
+from maxfactor_speech.data.screening import LEFT_OUT, LONGEST, LeftOut, summary
 from maxfactor_speech.data.tokens import Codec
 from maxfactor_speech.errors import InputError
 from maxfactor_speech.training import checkpoint
@@ -18,8 +20,11 @@ from maxfactor_speech.training.model import SIZES, longest_audio, whisper
 from maxfactor_speech.training.progress import Reporter
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import WhisperForConditionalGeneration
 
+    from maxfactor_speech.training.parallel import SingleProcess
     from maxfactor_speech.training.settings import Settings
 
 MAX_TOKENS = {"digits": 16, "sentences": 96}
@@ -32,6 +37,7 @@ class Prepared(NamedTuple):
     validation: Utterances
     model: WhisperForConditionalGeneration
     codec: Codec
+    left_out: Sequence[LeftOut] = ()  # recordings that cannot be used
 
 
 def prepare(
@@ -41,20 +47,26 @@ def prepare(
     reporter: Reporter | None = None,
 ) -> Prepared:
     """Synthesise or find the data, build or load the model, and check that they fit together."""
+    loaded = None if settings.model in SIZES else checkpoint.load_model(Path(settings.model))
+    reporter = reporter or Reporter()
+    left_out: Sequence[LeftOut] = ()
+    train: Utterances
+    validation: Utterances
     if settings.data is None:
-        train, validation = _synthesised(settings, cache, workers, reporter or Reporter())
+        train, validation = _synthesised(settings, cache, workers, reporter)
     else:
-        train, validation = _recorded(settings.data, settings.validation)
+        longest = LONGEST if loaded is None else longest_audio(loaded[0])
+        train, validation, left_out = _recorded(settings, longest, reporter)
     torch.manual_seed(settings.seed)
-    if settings.model in SIZES:
+    if loaded is None:
         codec, max_tokens = _codec_for(settings, train, validation)
         seconds = seconds_needed(train, validation)
         model = whisper(codec, settings.model, seconds, max_tokens)
     else:
-        model, codec = checkpoint.load_model(Path(settings.model))
+        model, codec = loaded
     _check_fit(train, model, codec)
     _check_fit(validation, model, codec)
-    return Prepared(train, validation, model, codec)
+    return Prepared(train, validation, model, codec, left_out)
 
 
 def trained_parameters(model: torch.nn.Module) -> int:
@@ -66,8 +78,23 @@ def fingerprint(data: Utterances) -> str:
     """Return a digest that identifies a set of utterances."""
     digest = hashlib.blake2b(data.lengths.tobytes(), digest_size=16)
     for recording in data.recordings if isinstance(data, RecordedUtterances) else ():
-        digest.update(f"{recording.path.name}\t{recording.text}\n".encode())
+        digest.update(recording.identity.encode())
     return digest.hexdigest()
+
+
+def check_same_data(prepared: Prepared, processes: SingleProcess) -> None:
+    """Raise InputError if the processes of a training have found different utterances."""
+    mine = int(fingerprint(prepared.train)[:8], 16) ^ int(fingerprint(prepared.validation)[:8], 16)
+    total = processes.sum(mine)
+
+    def check() -> None:
+        if total != mine * processes.world:
+            raise InputError(
+                "the processes found different recordings; check that all machines read the same "
+                "files"
+            )
+
+    processes.run_on_all(check)
 
 
 def task_codec(task: str) -> Codec:
@@ -97,13 +124,16 @@ def _synthesised(
     return train, validation
 
 
-def _recorded(data: str, validation: str | None) -> tuple[Utterances, Utterances]:
-    found = recordings.find_recordings(Path(data))
-    if validation is None:
-        train, held_out = recordings.split_recordings(found)
-    else:
-        train, held_out = found, recordings.find_recordings(Path(validation))
-    return RecordedUtterances(train), RecordedUtterances(held_out)
+def _recorded(
+    settings: Settings, longest: int, reporter: Reporter
+) -> tuple[Utterances, Utterances, list[LeftOut]]:
+    """Find the recordings, and say which are left out."""
+    assert settings.data is not None
+    held_out = None if settings.validation is None else Path(settings.validation)
+    found = load_own_data(Path(settings.data), held_out, longest, settings.strict)
+    if found.left_out:
+        reporter.say(f"{summary(found.left_out, found.total)}; all are named in {LEFT_OUT}")
+    return found.train, found.validation, found.left_out
 
 
 def _codec_for(settings: Settings, train: Utterances, validation: Utterances) -> tuple[Codec, int]:

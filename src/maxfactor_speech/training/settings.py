@@ -44,8 +44,10 @@ class Settings:
     Args:
         task: "digits" or "sentences", synthesised; unused if `data` is given.
         language: "en", "de" or "es", of the task.
-        data: Folder in LibriSpeech's layout, or TSV or JSONL file of path and text.
-        validation: The same for validation; None splits off one in twenty of `data`.
+        data: Recordings in one of the layouts of `find_data`; None synthesises speech.
+        validation: The same for validation; None is the part of `data` for validation, or else
+            one in twenty of it.
+        strict: Whether to refuse recordings that cannot be used, instead of leaving them out.
         utterances: How many to synthesise; None is the number that is used, at most 24 000.
         validation_utterances: How many to synthesise for validation.
         model: "nano", "tiny" or "base" with random weights, or the folder of a model.
@@ -72,6 +74,7 @@ class Settings:
     language: str = "en"
     data: str | None = None
     validation: str | None = None
+    strict: bool = False
     utterances: int | None = None
     validation_utterances: int = 256
     model: str = "nano"
@@ -110,6 +113,7 @@ class Settings:
         self._require(0 <= self.seed < SEEDS, "seed", "at least 0 and less than 2^63")
         if self.validation is not None and self.data is None:
             raise ValueError(f"validation must be given with data, got only {self.validation!r}")
+        self._require(not self.strict or self.data is not None, "strict", "given with data")
         if self.device != "auto":
             parse_device(self.device)
 
