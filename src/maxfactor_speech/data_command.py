@@ -120,6 +120,7 @@ def _left_out(left_out: Sequence[LeftOut], total: int) -> Iterator[RenderableTyp
     yield f"\nleft out: {len(left_out):,} of {total:,} recordings"
     table = _table("reason", "recordings", "the first of them")
     table.columns[1].justify = "right"
+    table.columns[2].overflow = "fold"  # paths can be longer than a line
     for reason in REASONS:
         details = [one.detail for one in left_out if one.reason == reason]
         if details:

@@ -181,4 +181,6 @@ def _why_unreadable(path: Path, error: Exception) -> str:
     if path.is_dir():
         return "is a folder, not an audio file"
     reason = str(error).split(": ", 1)[-1].rstrip(".")
+    if "does not exist" in reason:  # what libsndfile says about most files that are not MP3
+        reason = "format not recognised"
     return f"cannot be read as audio ({reason}); use WAV, FLAC, OGG or MP3"

@@ -78,12 +78,10 @@ def find_data(path: Path) -> DataSet:
     Raises:
         InputError: If no layout fits, or if a table cannot be read. The message names the line.
     """
-    if path.is_dir():
-        found = _in_folder(path)
-    elif is_file(path):
-        found = DataSet(*_in_file(path))
-    else:
-        raise InputError(f"{path}: no such file or folder")
+    try:
+        found = _in_folder(path) if path.is_dir() else DataSet(*_in_file(path))
+    except OSError as error:  # the name is too long, or a folder is not accessible
+        raise InputError(f"{path}: cannot be read, {error.strerror}") from error
     if not found.train:
         raise InputError(f"{path}: lists no recordings")
     return found
@@ -112,6 +110,8 @@ def _has(folder: Path, *names: str) -> bool:
 def _in_file(path: Path) -> tuple[str, list[Recording]]:
     """Return the layout of a table, and its recordings."""
     folder, suffix = path.parent, path.suffix.lower()
+    if not path.is_file():
+        raise InputError(f"{path}: no such file or folder")
     if _is_ljspeech(path):
         return "LJSpeech", _ljspeech(path, folder)
     if suffix in (".json", ".jsonl"):
