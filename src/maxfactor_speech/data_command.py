@@ -94,8 +94,9 @@ def _characters(letters: Sequence[Letter]) -> Iterator[RenderableType]:
     yield f"{len(letters):,} characters, {len(unusual):,} of them unusual:"
     more = [f"and {len(usual) - CHARACTERS:,} more"] if len(usual) > CHARACTERS else []
     yield Columns([*usual[:CHARACTERS], *more], padding=(0, 2))
-    for character, count, why in unusual[:NAMED]:
-        yield f"unusual: {_visible(character)} (U+{ord(character):04X}), {count:,} times, {why}"
+    for one in unusual[:NAMED]:
+        name = f"{_visible(one.character)} (U+{ord(one.character):04X})"
+        yield f"unusual: {name}, {one.count:,} times, {one.unusual}"
     if len(unusual) > NAMED:
         yield f"unusual: {len(unusual) - NAMED:,} more; --json lists all"
 

@@ -77,7 +77,6 @@ def read_header(path: Path) -> Header:
 
     with _reading(path):
         info = soundfile.info(str(path))
-        _check_riff_size(path)
     if info.frames == UNKNOWN_LENGTH:
         raise InputError(
             f"{path}: the header gives no length, as in a file written through a pipe; "
@@ -90,6 +89,16 @@ def samples_in(path: Path) -> int:
     """Return the number of samples that `read` will return, from the header only."""
     header = read_header(path)
     return resampled_length(header.frames, header.rate, SAMPLE_RATE)
+
+
+def check_complete(path: Path) -> None:
+    """Raise InputError for a WAV file that was cut; libsndfile reads it as a shorter one."""
+    with _reading(path), path.open("rb") as file:
+        start = file.read(8)
+        size = int.from_bytes(start[4:], "little")
+        is_cut = path.stat().st_size < 8 + size - RIFF_SLACK
+    if start[:4] == b"RIFF" and size < RIFF_UNKNOWN and is_cut:
+        raise InputError(f"{path}: is shorter than its header says; {INCOMPLETE}")
 
 
 def is_file(path: Path) -> bool:
@@ -163,16 +172,6 @@ def _checked_rate(path: Path, rate: int) -> int:
     if not 1 <= rate <= HIGHEST_RATE:
         raise InputError(f"{path}: has a sampling rate of {rate} Hz, more than {HIGHEST_RATE}")
     return rate
-
-
-def _check_riff_size(path: Path) -> None:
-    """Raise InputError for a WAV file that was cut; libsndfile reads it as a shorter one."""
-    with path.open("rb") as file:
-        start = file.read(8)
-    size = int.from_bytes(start[4:], "little")
-    is_cut = path.stat().st_size < 8 + size - RIFF_SLACK
-    if start[:4] == b"RIFF" and size < RIFF_UNKNOWN and is_cut:
-        raise InputError(f"{path}: is shorter than its header says; {INCOMPLETE}")
 
 
 def _why_unreadable(path: Path, error: Exception) -> str:

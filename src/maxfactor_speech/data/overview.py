@@ -7,7 +7,7 @@ import unicodedata
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,7 +28,8 @@ NAMED = 20  # recordings and duplicates in the JSON form
 BLOCK = 2**20  # bytes of a file that are read at once
 
 
-class Letter(NamedTuple):
+@dataclass(frozen=True)
+class Letter:
     """A character of the transcripts."""
 
     character: str

@@ -14,6 +14,7 @@ from maxfactor_speech.data.audio import (
     OVERSHOOT,
     SAMPLE_RATE,
     Header,
+    check_complete,
     is_file,
     read,
     read_header,
@@ -124,6 +125,7 @@ def _header(path: Path) -> Header | _Unusable:
     if not is_file(path):
         return _Unusable("missing", f"{path}: no such file")
     try:
+        check_complete(path)
         return read_header(path)
     except InputError as error:
         return _Unusable("damaged", str(error))

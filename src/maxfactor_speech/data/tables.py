@@ -12,6 +12,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from maxfactor_speech.data.audio import is_file
 from maxfactor_speech.errors import InputError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def read_tsv(path: Path) -> Table:
     (first, header), *others = rows
     if _columns(header) is not None:
         return _table(path, header, others)
-    if not (header[0].lower().endswith(AUDIO_SUFFIXES) or _exists(path.parent / header[0])):
+    if not (header[0].lower().endswith(AUDIO_SUFFIXES) or is_file(path.parent / header[0])):
         raise InputError(f"{path}:{first}: {_no_columns(header)}")
     return Table(BARE_COLUMNS, [_bare_entry(f"{path}:{number}", row) for number, row in rows])
 
@@ -74,16 +75,22 @@ def read_tsv(path: Path) -> Table:
 def read_csv(path: Path) -> Table:
     """Read a table with a line of column names, separated by commas, semicolons or tabs."""
     text = read_text(path)
-    headers = []
+    headers: list[tuple[int, list[str]]] = []
+    failure: InputError | None = None
     for delimiter in DELIMITERS:
         rows = _csv_rows(path, text, delimiter)
-        number, header = next(rows, (1, []))
-        if _columns(header) is not None:
-            return _table(path, header, rows)
-        headers.append((len(header), number, header))
-    width, number, header = max(headers)
-    if not width:
-        return EMPTY
+        try:
+            headers += [next(rows)]
+        except StopIteration:
+            return EMPTY
+        except InputError as error:  # quotation marks beside another delimiter
+            failure = error
+        else:
+            if _columns(headers[-1][1]) is not None:
+                return _table(path, headers[-1][1], rows)
+    if failure is not None and not headers:
+        raise failure
+    number, header = max(headers, key=lambda numbered: len(numbered[1]))
     raise InputError(f"{path}:{number}: {_no_columns(header)}")
 
 
@@ -272,10 +279,3 @@ def _wrong_width(path: Path, found: int, expected: int) -> str:
     else:
         remedy = "a text must not contain tabs"
     return f"has {found} columns, but the first line has {expected}; {remedy}"
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # no possible name of a file
-        return False
