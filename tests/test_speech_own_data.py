@@ -629,7 +629,7 @@ def test_what_is_used_for_validation_is_decoded_first(tmp_path: Path) -> None:
     found = load_own_data(table, other)
     assert len(found.train) == 6  # 5.flac is replaced if it is read
     assert [one.path.name for one in found.validation.recordings] == ["4.flac"]
-    assert (len(found.left_out), found.total) == (9, 16)
+    assert (len(found.train.left_out), found.total) == (9, 16)
     with pytest.raises(InputError, match=r"list\.tsv:7: .*long\.flac: .*leave out --strict to"):
         load_own_data(table, other, strict=True)
     write(other, "5.flac\tword\n")

@@ -712,7 +712,10 @@ def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    [{"data": "d", "validation": "v"}, {"utterances": 5, "validation_utterances": 6}],
+    [
+        {"data": "d", "validation": "v", "strict": True},
+        {"utterances": 5, "validation_utterances": 6},
+    ],
     ids=["recorded", "synthesised"],
 )
 def test_options_are_settings(source: dict[str, Any]) -> None:
@@ -740,7 +743,8 @@ def test_options_are_settings(source: dict[str, Any]) -> None:
             options += [f"--{option}", value]
     patch_train(record, lambda: run("train", *options))
     assert called.pop("out") == Path(f"runs/{source.get('data', 'sentences')}-adamw")
-    left = {"data": None, "validation": None, "utterances": None, "validation_utterances": 256}
+    left = {"data": None, "validation": None, "strict": False}
+    left |= {"utterances": None, "validation_utterances": 256}
     assert called == {**left, **settings}
 
 

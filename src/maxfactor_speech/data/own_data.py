@@ -39,9 +39,8 @@ class Selection:
 class OwnData(NamedTuple):
     """The recordings of a training."""
 
-    train: RecordedUtterances
+    train: RecordedUtterances  # also says what is left out of both
     validation: RecordedUtterances
-    left_out: list[LeftOut]
     total: int  # recordings that are listed
 
 
@@ -71,9 +70,8 @@ def load_own_data(
         rest = f"; {summary(found.left_out, found.total)}" if found.left_out else ""
         raise InputError(f"{data}: {why}{rest}")
     return OwnData(
-        RecordedUtterances(found.train),
+        RecordedUtterances(found.train, found.left_out),
         RecordedUtterances(found.validation),
-        found.left_out,
         found.total,
     )
 

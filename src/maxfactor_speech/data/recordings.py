@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from maxfactor_speech.data.screening import LeftOut
     from maxfactor_speech.data.tokens import Codec
 
 DAMAGED_SHARE = 0.05  # of the recordings: a training stops if more turn out to be damaged …
@@ -68,10 +69,12 @@ class RecordedUtterances:
 
     Args:
         recordings: Recordings whose headers have been read, see `screening`.
+        left_out: What the data lists besides, but cannot be used, for a report.
     """
 
-    def __init__(self, recordings: Sequence[Recording]) -> None:
+    def __init__(self, recordings: Sequence[Recording], left_out: Sequence[LeftOut] = ()) -> None:
         self.recordings = list(recordings)
+        self.left_out = list(left_out)
         self.lengths = np.array([one.samples for one in self.recordings], np.int32)
         self._by_length = np.argsort(self.lengths, kind="stable")
         self._places = np.argsort(self._by_length)  # of each recording in the order by length

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from maxfactor_speech.atomic import check_writable, write_atomically
-from maxfactor_speech.data.screening import LEFT_OUT, left_out_table
 from maxfactor_speech.errors import DivergedError, InputError
 from maxfactor_speech.signals import stop_requests
 from maxfactor_speech.training import checkpoint
@@ -22,7 +21,12 @@ from maxfactor_speech.training.metrics import Metrics, NoMetrics
 from maxfactor_speech.training.model import SIZES
 from maxfactor_speech.training.optimizers import check_installed, check_shardable
 from maxfactor_speech.training.parallel import SingleProcess, check_batch, training_processes
-from maxfactor_speech.training.preparation import Prepared, check_same_data, prepare
+from maxfactor_speech.training.preparation import (
+    Prepared,
+    check_same_data,
+    prepare,
+    write_left_out,
+)
 from maxfactor_speech.training.progress import Pace, Reporter
 from maxfactor_speech.training.settings import SETTINGS, Settings, check_same, find_device
 from maxfactor_speech.training.trainer import Trainer, repeatable
@@ -96,8 +100,7 @@ def train(
         if not is_first:
             return _run(trainer, out, NoMetrics(), reporter)
         write_atomically(out / SETTINGS, json.dumps(asdict(settings), indent=2).encode() + b"\n")
-        if prepared.left_out:
-            write_atomically(out / LEFT_OUT, left_out_table(prepared.left_out))
+        write_left_out(out, prepared)
         metrics = Metrics(out, trainer.step, tensorboard)
         try:
             return _run(trainer, out, metrics, reporter)

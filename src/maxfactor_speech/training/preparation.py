@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from maxfactor_speech.atomic import write_atomically
 from maxfactor_speech.data import corpus, recordings, synthesis
 from maxfactor_speech.data.batches import Utterances, seconds_needed
 from maxfactor_speech.data.own_data import load_own_data
 from maxfactor_speech.data.recordings import RecordedUtterances
-from maxfactor_speech.data.screening import LEFT_OUT, LONGEST, LeftOut, summary
+from maxfactor_speech.data.screening import LEFT_OUT, LONGEST, left_out_table, summary
 from maxfactor_speech.data.tokens import Codec
 from maxfactor_speech.errors import InputError
 from maxfactor_speech.training import checkpoint
@@ -20,8 +21,6 @@ from maxfactor_speech.training.model import SIZES, longest_audio, whisper
 from maxfactor_speech.training.progress import Reporter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from transformers import WhisperForConditionalGeneration
 
     from maxfactor_speech.training.parallel import SingleProcess
@@ -37,7 +36,6 @@ class Prepared(NamedTuple):
     validation: Utterances
     model: WhisperForConditionalGeneration
     codec: Codec
-    left_out: Sequence[LeftOut] = ()  # recordings that cannot be used
 
 
 def prepare(
@@ -48,15 +46,11 @@ def prepare(
 ) -> Prepared:
     """Synthesise or find the data, build or load the model, and check that they fit together."""
     loaded = None if settings.model in SIZES else checkpoint.load_model(Path(settings.model))
-    reporter = reporter or Reporter()
-    left_out: Sequence[LeftOut] = ()
-    train: Utterances
-    validation: Utterances
     if settings.data is None:
-        train, validation = _synthesised(settings, cache, workers, reporter)
+        train, validation = _synthesised(settings, cache, workers, reporter or Reporter())
     else:
         longest = LONGEST if loaded is None else longest_audio(loaded[0])
-        train, validation, left_out = _recorded(settings, longest, reporter)
+        train, validation = _recorded(settings, longest, reporter or Reporter())
     torch.manual_seed(settings.seed)
     if loaded is None:
         codec, max_tokens = _codec_for(settings, train, validation)
@@ -66,7 +60,7 @@ def prepare(
         model, codec = loaded
     _check_fit(train, model, codec)
     _check_fit(validation, model, codec)
-    return Prepared(train, validation, model, codec, left_out)
+    return Prepared(train, validation, model, codec)
 
 
 def trained_parameters(model: torch.nn.Module) -> int:
@@ -80,6 +74,13 @@ def fingerprint(data: Utterances) -> str:
     for recording in data.recordings if isinstance(data, RecordedUtterances) else ():
         digest.update(recording.identity.encode())
     return digest.hexdigest()
+
+
+def write_left_out(out: Path, prepared: Prepared) -> None:
+    """Write the recordings that are left out, if there are any, to a table in a folder."""
+    data = prepared.train
+    if isinstance(data, RecordedUtterances) and data.left_out:
+        write_atomically(out / LEFT_OUT, left_out_table(data.left_out))
 
 
 def check_same_data(prepared: Prepared, processes: SingleProcess) -> None:
@@ -126,14 +127,16 @@ def _synthesised(
 
 def _recorded(
     settings: Settings, longest: int, reporter: Reporter
-) -> tuple[Utterances, Utterances, list[LeftOut]]:
+) -> tuple[Utterances, Utterances]:
     """Find the recordings, and say which are left out."""
     assert settings.data is not None
     held_out = None if settings.validation is None else Path(settings.validation)
-    found = load_own_data(Path(settings.data), held_out, longest, settings.strict)
-    if found.left_out:
-        reporter.say(f"{summary(found.left_out, found.total)}; all are named in {LEFT_OUT}")
-    return found.train, found.validation, found.left_out
+    train, validation, total = load_own_data(
+        Path(settings.data), held_out, longest, settings.strict
+    )
+    if train.left_out:
+        reporter.say(f"{summary(train.left_out, total)}; all are named in {LEFT_OUT}")
+    return train, validation
 
 
 def _codec_for(settings: Settings, train: Utterances, validation: Utterances) -> tuple[Codec, int]:
