@@ -135,6 +135,10 @@ def plain_tsv(folder: Path) -> Path:
     return write(folder / "list.tsv", f"a.wav\t{TEXTS[0]}\nb.flac\t{TEXTS[1]}\n")
 
 
+def old_mac_tsv(folder: Path) -> Path:
+    return write(folder / "list.tsv", f"a.wav\t{TEXTS[0]}\t\rb.flac\t{TEXTS[1]}\r")
+
+
 def named_tsv(folder: Path) -> Path:
     return write(
         folder / "list.tsv", f"Sentence\tage\tFile\n{TEXTS[0]}\t\ta.wav\r\n{TEXTS[1]}\t9\tb.flac\n"
@@ -173,7 +177,7 @@ def tab_csv_in_utf_16(folder: Path) -> Path:
 
 def json_lines(folder: Path) -> Path:
     entries = [{"path": "a.wav", "text": TEXTS[0], "duration": 99}]
-    entries += [{"path": str(folder / "b.flac"), "text": TEXTS[1]}]
+    entries += [{"Path": str(folder / "b.flac"), "TEXT": TEXTS[1]}]
     return write(folder / "list.jsonl", "\n".join(map(json.dumps, entries)))
 
 
@@ -204,6 +208,7 @@ def audiofolder_plain(folder: Path) -> Path:
 
 TABLES: dict[Callable[[Path], Path], str] = {
     plain_tsv: "TSV",
+    old_mac_tsv: "TSV",
     named_tsv: "TSV",
     clip_tsv: "Common Voice",
     comma_csv: "CSV",
@@ -334,6 +339,7 @@ BAD_TABLES: list[tuple[str, str | bytes, str]] = [
     ("list.jsonl", "", r"list\.jsonl: lists no recordings"),
     ("list.tsv", "path\ttext\n", r"list\.tsv: lists no recordings"),
     ("list.tsv", "a.wav\n", r"list\.tsv:1: must be a path, a tab and a text"),
+    ("list.tsv", "a.wav\tone\ttwo\n", r"list\.tsv:1: has 3 columns; write their names"),
     ("list.tsv", "clip\tlabel\n", rf"list\.tsv:1: the columns are \['clip', 'label'\]; {COLUMNS}"),
     ("list.tsv", "path\ttext\na.wav", r":2: has 1 columns, but .* 2; was the file written compl"),
     ("list.tsv", "path\ttext\na.wav\tx\ty\n", r"list\.tsv:2: has 3 .* must not contain tabs"),
@@ -412,7 +418,7 @@ def test_no_such_path(tmp_path: Path) -> None:
 
 
 WORDS = st.sampled_from(
-    ["path", "text", "audio_filepath", "offset", "duration", "a.wav", "b.wav", "~x", "..", "/", "1",
+    ["path", "text", "Path", '"Text": "x"', "audio_filepath", "offset", "duration", "a.wav", "b.wav", "~x", "..", "/", "1",
      '"', "\t", ",", ";", "|", "\n", "\r", "\0", "{", "}", ":", "[", "\ufeff", "\u2028", "é", " ",
      '{"path": "a.wav", "text": "', '"}', "\\ud800", "\\u0000", "1e999", "x" * 300]
 )  # fmt: skip

@@ -743,7 +743,7 @@ def test_options_are_settings(source: dict[str, Any]) -> None:
             options += [f"--{option}", value]
     patch_train(record, lambda: run("train", *options))
     assert called.pop("out") == Path(f"runs/{source.get('data', 'sentences')}-adamw")
-    left = {"data": None, "validation": None, "strict": False}
+    left: dict[str, Any] = {"data": None, "validation": None, "strict": False}
     left |= {"utterances": None, "validation_utterances": 256}
     assert called == {**left, **settings}
 

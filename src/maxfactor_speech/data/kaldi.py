@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from maxfactor_speech.data.tables import Entry, read_lines, seconds, shown
 from maxfactor_speech.errors import InputError
@@ -11,11 +11,12 @@ from maxfactor_speech.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-    from typing import Any
 
 AUDIO, TEXT, SEGMENTS = "wav.scp", "text", "segments"
 ARCHIVE = re.compile(r"\.ark:\d+$")
 TO_THE_END = "-1"  # as the end of a segment
+
+T = TypeVar("T")
 
 
 class _Line(NamedTuple):
@@ -51,7 +52,7 @@ def read_kaldi(folder: Path) -> list[Entry]:
     return entries
 
 
-def _found(table: Mapping[str, Any], name: str, where: str, listing: str) -> Any:
+def _found(table: Mapping[str, T], name: str, where: str, listing: str) -> T:
     if name not in table:
         raise InputError(
             f"{where}: {shown(name)} has no line in {listing}; repair the folder with Kaldi's "

@@ -99,9 +99,12 @@ def read_json_lines(path: Path) -> Table:
     table = EMPTY
     for number, line in read_lines(path):
         where = f"{path}:{number}"
-        columns, entry = _entry(where, _json_object(where, line))
+        fields = _json_object(where, line)
+        columns = _columns(list(fields))
+        if columns is None:
+            raise InputError(f"{where}: {_no_columns(list(fields))}")
         table = table if table.entries else Table(columns, [])
-        table.entries.append(entry)
+        table.entries.append(_entry(where, fields, columns))
     return table
 
 
@@ -119,7 +122,8 @@ def read_pipes(path: Path) -> list[Entry]:
 
 def read_lines(path: Path) -> list[tuple[int, str]]:
     """Return the lines that are not blank, with their numbers; only newlines end a line."""
-    lines = enumerate(read_text(path).split("\n"), 1)
+    text = read_text(path)
+    lines = enumerate(text.split("\n" if "\n" in text else "\r"), 1)
     return [(number, line.rstrip("\r")) for number, line in lines if line.strip()]
 
 
@@ -179,7 +183,7 @@ def _table(path: Path, header: Sequence[str], rows: Iterable[tuple[int, list[str
             raise InputError(f"{path}:{number}: {_wrong_width(path, len(row), len(names))}")
         # Reversed, so that the first of two columns with the same name is used.
         fields = zip(reversed(names), reversed(row), strict=True)
-        table.entries.append(_entry(f"{path}:{number}", dict(fields))[1])
+        table.entries.append(_entry(f"{path}:{number}", dict(fields), columns))
     return table
 
 
@@ -191,16 +195,12 @@ def _columns(header: Sequence[str]) -> tuple[str, str] | None:
     return None if audio is None or text is None else (audio, text)
 
 
-def _entry(where: str, fields: Mapping[str, Any]) -> tuple[tuple[str, str], Entry]:
-    """Return the columns that are used, and what they say."""
-    columns = _columns(list(fields))
-    if columns is None:
-        raise InputError(f"{where}: {_no_columns(list(fields))}")
+def _entry(where: str, fields: Mapping[str, Any], columns: tuple[str, str]) -> Entry:
     for name in columns:
         if not isinstance(fields[name], str):
             raise InputError(f"{where}: {name} must be a text, got {shown(fields[name])}")
     audio, text = (fields[name] for name in columns)
-    return columns, Entry(where, audio, text, *_span(where, fields))
+    return Entry(where, audio, text, *_span(where, fields))
 
 
 def _span(where: str, fields: Mapping[str, Any]) -> tuple[float, float | None]:
@@ -220,6 +220,11 @@ def _span(where: str, fields: Mapping[str, Any]) -> tuple[float, float | None]:
 def _bare_entry(where: str, row: Sequence[str]) -> Entry:
     if len(row) < 2:
         raise InputError(f"{where}: must be a path, a tab and a text, got {shown(row[0])}")
+    if any(cell.strip() for cell in row[2:]):
+        raise InputError(
+            f"{where}: has {len(row)} columns; write their names, such as path and text, into the "
+            "first line"
+        )
     return Entry(where, row[0], row[1])
 
 
@@ -235,7 +240,7 @@ def _json_object(where: str, line: str) -> dict[str, Any]:
         raise InputError(
             f'{where}: must be {{"path": …, "text": …}}, one for each line; got {shown(line)}'
         )
-    return entry
+    return dict(zip(_normal(list(entry)), entry.values(), strict=True))
 
 
 def _csv_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
