@@ -418,7 +418,8 @@ def test_no_such_path(tmp_path: Path) -> None:
 
 
 WORDS = st.sampled_from(
-    ["path", "text", "Path", '"Text": "x"', "audio_filepath", "offset", "duration", "a.wav", "b.wav", "~x", "..", "/", "1",
+    ["path", "text", "Path", '"Text": "x"',
+     "audio_filepath", "offset", "duration", "a.wav", "b.wav", "~x", "..", "/", "1",
      '"', "\t", ",", ";", "|", "\n", "\r", "\0", "{", "}", ":", "[", "\ufeff", "\u2028", "é", " ",
      '{"path": "a.wav", "text": "', '"}', "\\ud800", "\\u0000", "1e999", "x" * 300]
 )  # fmt: skip
