@@ -17,7 +17,7 @@ import soundfile
 import torch
 from transformers import WhisperFeatureExtractor
 
-from maxfactor_speech.data import audio, corpus, recordings, shards, synthesis
+from maxfactor_speech.data import audio, corpus, shards, synthesis
 from maxfactor_speech.data.audio import SAMPLE_RATE
 from maxfactor_speech.data.batches import (
     Batch,
@@ -31,7 +31,9 @@ from maxfactor_speech.data.batches import (
 )
 from maxfactor_speech.data.espeak import LIBRARY_VARIABLE, Espeak, Location
 from maxfactor_speech.data.features import draw_stretches, log_mel, mel_filters, spec_augment
+from maxfactor_speech.data.layouts import find_data
 from maxfactor_speech.data.recordings import RecordedUtterances, Recording, split_recordings
+from maxfactor_speech.data.screening import screen
 from maxfactor_speech.data.shards import ShardedUtterances, Utterance
 from maxfactor_speech.data.synthesis import Script, SpeechRequest
 from maxfactor_speech.data.tokens import IGNORED, Codec
@@ -481,14 +483,14 @@ def test_lists_are_read_literally(tmp_path: Path) -> None:
         recording(tmp_path / name)
     listing = tmp_path / "list.tsv"
     listing.write_bytes('\ufeffpath\ttext\na.wav\t"hello\n\nb.wav\tcafe\u0301\r\n'.encode())
-    texts = [one.text for one in recordings.find_recordings(listing)]
+    texts = [one.text for one in find_data(listing).train]
     assert texts == ['"hello', "caf\u00e9"]
     entries = tmp_path / "list.jsonl"
     entries.write_text('{"path": "a.wav", "text": "one\u2028two"}\n', encoding="utf-8")
-    assert [one.text for one in recordings.find_recordings(entries)] == ["one two"]
+    assert [one.text for one in find_data(entries).train] == ["one two"]
     listing.write_text("a.wav\tone\n\nb.wav\n")
     with pytest.raises(InputError, match=r"list\.tsv:3: must be a path, a tab"):
-        recordings.find_recordings(listing)
+        find_data(listing)
 
 
 def test_lists_and_folders_are_read(tmp_path: Path) -> None:
@@ -500,55 +502,14 @@ def test_lists_and_folders_are_read(tmp_path: Path) -> None:
     (tmp_path / "list.jsonl").write_text(
         json.dumps({"path": str(audio_path), "text": "Hello world"}) + "\n\n"
     )
-    [found] = recordings.find_recordings(tmp_path)
+    [found] = find_data(tmp_path).train
     assert found.text == "hello world"
     for name in ("list.tsv", "bare.tsv", "list.jsonl"):
-        assert recordings.find_recordings(tmp_path / name) == [Recording(audio_path, "Hello world")]
-    data = RecordedUtterances([found])
+        assert find_data(tmp_path / name).train == [Recording(audio_path, "Hello world")]
+    data = RecordedUtterances(screen([found]).kept)
     assert [int(length) for length in data.lengths] == [8_000]
     assert len(data[0].samples) == 8_000
     assert data[0].text == data.text(0) == "hello world"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("list.tsv", "a.wav\n", r"list\.tsv:1: must be a path, a tab and a text"),
-        ("list.tsv", "a.wav\t \n", r"list\.tsv:1: the transcript of .*a\.wav is empty"),
-        ("list.tsv", "", r"list\.tsv: lists no recordings"),
-        ("list.jsonl", "{}\n", r"list\.jsonl:1: must be"),
-        ("list.jsonl", "[1]\n", r"list\.jsonl:1: must be"),
-        ("list.jsonl", '{"path": "list.jsonl", "text": 5}\n', r"list\.jsonl:1: must be"),
-        ("list.jsonl", '{"path": null, "text": "five"}\n', r"list\.jsonl:1: must be"),
-        ("list.tsv", "audio\tsentence\n", r"list\.tsv:1: .*audio: no such file"),
-        ("list.jsonl", '{"path": "a.wav", "text": ""}\n', r"transcript of .*a\.wav is empty"),
-        ("list.csv", "a.wav,hello\n", r"list\.csv: must be a folder, or"),
-    ],
-)
-def test_a_wrong_list_is_named(tmp_path: Path, name: str, content: str, message: str) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(InputError, match=message):
-        recordings.find_recordings(tmp_path / name)
-
-
-def test_wrong_folders_and_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"trans\.txt"):
-        recordings.find_recordings(tmp_path)
-    with pytest.raises(InputError, match="no such file or folder"):
-        recordings.find_recordings(tmp_path / "missing")
-    (tmp_path / "binary.tsv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match=r"binary\.tsv: cannot be read as text"):
-        recordings.find_recordings(tmp_path / "binary.tsv")
-    with pytest.raises(InputError, match=r"long\.wav: 31\.0 s long, .* at most 30 s"):
-        RecordedUtterances([Recording(recording(tmp_path / "long.wav", 31.0), "hello")])
-
-
-def test_texts_that_the_tokens_cannot_spell_are_named(tmp_path: Path) -> None:
-    one = Recording(tmp_path / "a.wav", "abc")
-    with pytest.raises(InputError, match=r"a\.wav: the model has no token for 'c'"):
-        recordings.check_texts([one], Codec.build("ab"), 10)
-    with pytest.raises(InputError, match=r"a\.wav: its transcript has 4 tokens, .* at most 3"):
-        recordings.check_texts([one], Codec.build("abc"), 3)
 
 
 def test_a_text_is_never_both_trained_on_and_held_out() -> None:

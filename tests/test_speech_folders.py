@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from maxfactor_speech.cli import app
 from maxfactor_speech.data.audio import SAMPLE_RATE
 from maxfactor_speech.data.features import extract, is_log_mel
-from maxfactor_speech.data.recordings import find_recordings
+from maxfactor_speech.data.layouts import find_data
 from maxfactor_speech.errors import InputError
 from maxfactor_speech.training import checkpoint
 from maxfactor_speech.training.evaluation import Evaluation, Example
@@ -93,7 +93,7 @@ def heard(folder: Path, spoken: Path, name: str = "check.tsv", **options: Any) -
         warnings.simplefilter("ignore")
         recognise: Any = pipeline("automatic-speech-recognition", model=str(folder))
         pairs = []
-        for one in find_recordings(spoken / name):
+        for one in find_data(spoken / name).train:
             samples, _ = soundfile.read(one.path, dtype="float32")
             found = recognise(samples, generate_kwargs=options) if options else recognise(samples)
             pairs.append(Example(one.text, " ".join(found["text"].split())))

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import soundfile
 import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
 import maxfactor
 from maxfactor_speech.cli import app
+from maxfactor_speech.data.audio import SAMPLE_RATE
 from maxfactor_speech.data.features import draw_stretches, spec_augment
+from maxfactor_speech.data.screening import LEFT_OUT
 from maxfactor_speech.errors import InputError
 from maxfactor_speech.training import checkpoint, loop
 from maxfactor_speech.training.folder_lock import folder_lock
@@ -27,7 +30,7 @@ from maxfactor_speech.training.metrics import read_metrics
 from maxfactor_speech.training.parallel import MultiProcess
 from maxfactor_speech.training.settings import Settings
 from maxfactor_speech.training.trainer import Trainer
-from noise import prepared, weights
+from noise import Noise, prepared, weights
 from ranks import Ranks
 
 BASE = Settings(
@@ -167,6 +170,48 @@ def test_mixed_precision_and_our_best_recipe(two: Ranks, tmp_path: Path) -> None
 
 def losses(out: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(out) if "loss" in line]
+
+
+def test_own_recordings_in_two_processes(two: Ranks, tmp_path: Path) -> None:
+    """Both leave out the same recordings, and replace the same damaged one."""
+    table = recorded(tmp_path)
+    settings = replace(BASE, data=str(table), validation=str(table), optimizer="adamw", steps=2)
+    one, other = tmp_path / "one", tmp_path / "two"
+    trained_on_own(settings, one, None)
+    assert two.run(trained_on_own, settings, other, "ddp") == [2, 2]
+    assert_alike(one, other)
+    left_out = [(out / LEFT_OUT).read_text() for out in (one, other)]
+    assert left_out[0] == left_out[1]
+    assert len(left_out[0].splitlines()) == 4  # missing from both, damaged in validation
+
+
+def recorded(folder: Path) -> Path:
+    """Eight recordings, one of which only decoding finds to be damaged; one is missing."""
+    noise = Noise(8)
+    for number in range(8):
+        soundfile.write(folder / f"{number}.flac", noise[number].samples, SAMPLE_RATE)
+    damaged = folder / f"{int(noise.lengths.argmax())}.flac"
+    damaged.write_bytes(damaged.read_bytes()[:9_000])
+    lines = [f"{number}.flac\t{noise.text(number)}\n" for number in range(8)]
+    (folder / "list.tsv").write_text("".join([*lines, "gone.flac\tabc\n"]))
+    return folder / "list.tsv"
+
+
+def trained_on_own(settings: Settings, out: Path, shard: str | None) -> int:
+    if shard is not None:
+        as_torchrun()
+    return loop.train(settings, out, shard=shard).step
+
+
+def test_processes_that_find_other_recordings_are_refused(two: Ranks, tmp_path: Path) -> None:
+    two.run(differs, tmp_path / "out")
+
+
+def differs(out: Path) -> None:
+    as_torchrun()
+    given = prepared(32)._replace(train=Noise(24 + dist.get_rank()))
+    with pytest.raises(InputError, match="the processes found different recordings"):
+        loop.train(BASE, out, prepared=given, shard="ddp")
 
 
 # --------------------------------------------------------------------------- communication

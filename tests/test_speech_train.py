@@ -598,9 +598,14 @@ def wrong_train(trained: Path, folder: Path) -> list[tuple[list[object], str]]:
         (["--data", folder / "nothing"], "nothing: no such file or folder"),
         (
             ["--data", folder / "missing.tsv", *pair],
-            f"missing.tsv:1: {folder / 'nowhere.wav'}: no such",
+            "no recordings are left; 1 of 2 recordings are left out: 1 missing (nowhere.wav)",
         ),
-        (["--data", folder / "empty.tsv"], "empty.tsv:1: the transcript of"),
+        (["--data", folder / "empty.tsv"], "are left out: 1 no transcript (example.wav)"),
+        (
+            ["--data", folder / "missing.tsv", *pair, "--strict"],
+            f"missing.tsv:1: {folder / 'nowhere.wav'}: no such file; leave out --strict",
+        ),
+        (["--strict"], "strict must be given with data, got True"),
         (["--data", folder / "single.tsv"], "only 1 recordings"),
         (
             ["--data", folder / "single.tsv", "--validation", folder / "foreign.tsv"],
@@ -741,7 +746,10 @@ def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    [{"data": "d", "validation": "v"}, {"utterances": 5, "validation_utterances": 6}],
+    [
+        {"data": "d", "validation": "v", "strict": True},
+        {"utterances": 5, "validation_utterances": 6},
+    ],
     ids=["recorded", "synthesised"],
 )
 def test_options_are_settings(source: dict[str, Any]) -> None:
@@ -770,7 +778,8 @@ def test_options_are_settings(source: dict[str, Any]) -> None:
             options += [f"--{option}", value]
     patch_train(record, lambda: run("train", *options))
     assert called.pop("out") == Path(f"runs/{source.get('data', 'sentences')}-adamw")
-    left = {"data": None, "validation": None, "utterances": None, "validation_utterances": 256}
+    left: dict[str, Any] = {"data": None, "validation": None, "strict": False}
+    left |= {"utterances": None, "validation_utterances": 256}
     assert called == {**left, **settings}
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from maxfactor_speech.training.loop import TrainingResult
     from maxfactor_speech.training.settings import Settings
 
+NOT_USABLE = 1
 WRONG_INPUT = 2
 INTERRUPTED = 130  # the exit status of shells for Ctrl-C
 
@@ -77,10 +78,14 @@ Translate = Annotated[
 ]
 Data = Annotated[
     str | None,
-    typer.Option(help="Your recordings: LibriSpeech-like folder, or .tsv/.jsonl of path and text"),
+    typer.Option(help="Your recordings: a folder, .tsv, .csv or .jsonl; see maxfactor data --help"),
 ]
 Validation = Annotated[
-    str | None, typer.Option(help="Recordings for validation [1 in 20 of --data]")
+    str | None,
+    typer.Option(help="Recordings for validation [those of --data, or 1 in 20 of it]"),
+]
+Strict = Annotated[
+    bool | None, typer.Option("--strict", help="Refuse recordings that cannot be used")
 ]
 UtteranceCount = Annotated[int | None, typer.Option(help="Utterances to synthesise")]
 ValidationCount = Annotated[
@@ -126,6 +131,7 @@ def train(
     language: Language = None,
     data: Data = None,
     validation: Validation = None,
+    strict: Strict = None,
     utterances: UtteranceCount = None,
     validation_utterances: ValidationCount = None,
     model: Model = None,
@@ -211,6 +217,7 @@ def compare(
     language: Language = None,
     data: Data = None,
     validation: Validation = None,
+    strict: Strict = None,
     utterances: UtteranceCount = None,
     validation_utterances: ValidationCount = None,
     model: Model = None,
@@ -245,9 +252,33 @@ def compare(
 
 
 @app.command()
+def data(
+    path: Annotated[Path, typer.Argument(help="A folder or a table of recordings")],
+    validation: Annotated[Path | None, typer.Option(help="Recordings for validation")] = None,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="Decode all audio, to find all damaged files")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Look recordings over without training.
+
+    Takes folders in the layout of LibriSpeech, Common Voice, audiofolder, LJSpeech and Kaldi, NeMo
+    manifests, and .tsv, .csv and .jsonl files with the columns path and text.
+
+    Example: maxfactor data recordings/ --validation more.tsv
+    """
+    with _one_line_errors():
+        from maxfactor_speech.data_command import show_data
+
+        if not show_data(path, validation, as_json, decode):
+            typer.echo(f"maxfactor: {path}: no recording can be used", err=True)
+            raise typer.Exit(NOT_USABLE)
+
+
+@app.command()
 def transcribe(
     model: Annotated[Path, typer.Argument(help="Folder of a training, a checkpoint or a model")],
-    audio: Annotated[list[Path], typer.Argument(help="WAV, FLAC or OGG files")],
+    audio: Annotated[list[Path], typer.Argument(help="WAV, FLAC, OGG or MP3 files")],
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     timestamps: Annotated[
         bool, typer.Option("--timestamps", help="Print a line with start and end for each segment")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from math import gcd
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from maxfactor_speech.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 Wave: TypeAlias = NDArray[np.float32]  # samples between -1 and 1
@@ -19,39 +21,92 @@ Samples: TypeAlias = NDArray[np.int16]
 SAMPLE_RATE = 16_000
 FULL_SCALE = 32_768.0  # of 16-bit samples
 UNKNOWN_LENGTH = 2**63 - 1  # frames that libsndfile reports if a FLAC header gives no length
+HIGHEST_RATE = 768_000  # Hz; resampling takes memory in proportion to the rate
+OVERSHOOT = 0.5  # seconds by which the end of a file may be missing, as in Kaldi
+RIFF_UNKNOWN = 0x7FFF_0000  # sizes from here on are written by programs that do not know the size
+RIFF_SLACK = 4096  # bytes
+INCOMPLETE = "it is incomplete, copy it again"
 TAPER = 0.05  # fraction of the band over which the resampling filter falls off
 
 
-def read(path: Path) -> Wave:
-    """Read a file as 16 kHz mono. An InputError names a file that cannot be read."""
+class Header(NamedTuple):
+    """What the header of an audio file says."""
+
+    frames: int  # samples of each channel
+    rate: int  # of sampling, in Hz
+
+    @property
+    def seconds(self) -> float:
+        """The length of the audio."""
+        return self.frames / self.rate
+
+
+def read(path: Path, start: float = 0.0, samples: int | None = None) -> Wave:
+    """Read a file, or a part of it, as 16 kHz mono.
+
+    Args:
+        path: The file.
+        start: Where to begin, in seconds.
+        samples: The length in 16 kHz samples, from the header; no more is decoded, and fewer are
+            returned only if less than half a second is missing. None is to the end of the file.
+
+    Raises:
+        InputError: If the file cannot be read. The message names it.
+    """
     import soundfile  # not needed for synthesised speech, so imported only here
 
-    try:
-        channels, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
-    except (OSError, soundfile.SoundFileError) as error:
-        raise InputError(f"{path}: {_why_unreadable(path, error)}") from error
+    with _reading(path), soundfile.SoundFile(str(path)) as file:
+        rate = _checked_rate(path, file.samplerate)
+        file.seek(round(start * rate))
+        frames = -1 if samples is None else resampled_length(samples, SAMPLE_RATE, rate)
+        channels = file.read(frames, dtype="float32", always_2d=True)
     if not channels.size:
         raise InputError(f"{path}: contains no audio")
+    if len(channels) < frames - OVERSHOOT * rate:
+        found, expected = len(channels) / rate, frames / rate
+        raise InputError(f"{path}: ends after {found:.1f} s of {expected:.1f} s; {INCOMPLETE}")
     if not np.isfinite(channels).all():
         raise InputError(f"{path}: contains samples that are not finite")
     mono = channels.mean(axis=1, dtype=np.float32)
-    return resample(mono, int(rate), SAMPLE_RATE)
+    return resample(mono, rate, SAMPLE_RATE)[:samples]
 
 
-def samples_in(path: Path) -> int:
-    """Return the number of samples that `read` will return, from the header only."""
+def read_header(path: Path) -> Header:
+    """Read the header of a file only. An InputError names a file that cannot be read."""
     import soundfile
 
-    try:
+    with _reading(path):
         info = soundfile.info(str(path))
-    except (OSError, soundfile.SoundFileError) as error:
-        raise InputError(f"{path}: {_why_unreadable(path, error)}") from error
     if info.frames == UNKNOWN_LENGTH:
         raise InputError(
             f"{path}: the header gives no length, as in a file written through a pipe; "
             "convert it to a new file"
         )
-    return resampled_length(int(info.frames), int(info.samplerate), SAMPLE_RATE)
+    return Header(int(info.frames), _checked_rate(path, info.samplerate))
+
+
+def samples_in(path: Path) -> int:
+    """Return the number of samples that `read` will return, from the header only."""
+    header = read_header(path)
+    return resampled_length(header.frames, header.rate, SAMPLE_RATE)
+
+
+def check_complete(path: Path) -> None:
+    """Raise InputError for a WAV file that was cut; libsndfile reads it as a shorter one."""
+    with _reading(path), path.open("rb") as file:
+        start = file.read(8)
+        size = int.from_bytes(start[4:], "little")
+        is_cut = path.stat().st_size < 8 + size - RIFF_SLACK
+    if start[:4] == b"RIFF" and size < RIFF_UNKNOWN and is_cut:
+        raise InputError(f"{path}: is shorter than its header says; {INCOMPLETE}")
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; pipes and devices are none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # the name is too long, or contains a zero
+        return False
 
 
 def write(path: Path, samples: Samples) -> None:
@@ -102,10 +157,29 @@ def _taper(count: int) -> Wave:
     return gains
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    import soundfile
+
+    try:
+        yield
+    # TypeError: soundfile wants to be told the format of a file that is named *.raw.
+    except (OSError, TypeError, soundfile.SoundFileError) as error:
+        raise InputError(f"{path}: {_why_unreadable(path, error)}") from error
+
+
+def _checked_rate(path: Path, rate: int) -> int:
+    if not 1 <= rate <= HIGHEST_RATE:
+        raise InputError(f"{path}: has a sampling rate of {rate} Hz, more than {HIGHEST_RATE}")
+    return rate
+
+
 def _why_unreadable(path: Path, error: Exception) -> str:
     if not path.exists():
         return "no such file"
     if path.is_dir():
         return "is a folder, not an audio file"
     reason = str(error).split(": ", 1)[-1].rstrip(".")
-    return f"cannot be read as audio ({reason}); use WAV, FLAC or OGG"
+    if "does not exist" in reason:  # what libsndfile says about most files that are not MP3
+        reason = "format not recognised"
+    return f"cannot be read as audio ({reason}); use WAV, FLAC, OGG or MP3"

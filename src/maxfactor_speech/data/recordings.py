@@ -1,83 +1,125 @@
-"""The user's own recordings: a folder in LibriSpeech's layout, or a list of files and texts.
-
-Everything that can be checked without decoding the audio is checked before a training starts.
-"""
+"""The user's own recordings: audio files with transcripts."""
 
 from __future__ import annotations
 
-import json
-import unicodedata
-from dataclasses import dataclass
-from pathlib import Path
+import logging
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from maxfactor_speech.data.audio import SAMPLE_RATE, read, samples_in, to_samples
+from maxfactor_speech.data.audio import is_file, read, to_samples
 from maxfactor_speech.data.corpus import split_of
 from maxfactor_speech.data.shards import Utterance
 from maxfactor_speech.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
-    from maxfactor_speech.data.tokens import Codec
+    from maxfactor_speech.data.screening import LeftOut
 
-AUDIO_SUFFIXES = (".flac", ".wav", ".ogg")
-LONGEST = 30  # seconds, the longest audio that Whisper takes
+DAMAGED_SHARE = 0.05  # of the recordings: a training stops if more turn out to be damaged …
+DAMAGED_COUNT = 10  # … and more than this number
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Recording:
-    """An audio file and its transcript."""
+    """An audio file, or a part of one, and its transcript.
+
+    Attributes:
+        path: The file.
+        text: The transcript.
+        start: Where the part begins, in seconds.
+        seconds: The length of the part; None is all that follows.
+        where: The table and the line that list it, for messages.
+        samples: Its length in 16 kHz samples; 0 until its header has been read.
+        rate: The sampling rate of the file; 0 until its header has been read.
+    """
 
     path: Path
     text: str
+    start: float = 0.0
+    seconds: float | None = None
+    where: str = field(default="", compare=False)
+    samples: int = field(default=0, compare=False)
+    rate: int = field(default=0, compare=False)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether this is a part of a file."""
+        return self.start > 0.0 or self.seconds is not None
+
+    @property
+    def identity(self) -> str:
+        """A line that tells it from other recordings, wherever the data set is stored."""
+        part = f"\t{self.start}" if self.start else ""
+        return f"{self.path.name}\t{self.text}{part}\n"
 
 
 class RecordedUtterances:
-    """Utterances in audio files. Headers are read at once, the audio when it is needed.
+    """Utterances in audio files, which are read when they are needed.
+
+    Some damage shows only when a file is decoded. Such a recording is replaced by the nearest one
+    that is not longer, with a warning. This depends on the files only: all processes of a training
+    replace it in the same way, and so does a resumed training.
 
     Args:
-        recordings: Files and transcripts.
+        recordings: Recordings whose headers have been read, see `screening`.
+        left_out: What the data lists besides, but cannot be used, for a report.
     """
 
-    def __init__(self, recordings: Sequence[Recording]) -> None:
+    def __init__(self, recordings: Sequence[Recording], left_out: Sequence[LeftOut] = ()) -> None:
         self.recordings = list(recordings)
-        self.lengths = np.array([_checked_length(one) for one in self.recordings], np.int32)
+        self.left_out = list(left_out)
+        self.lengths = np.array([one.samples for one in self.recordings], np.int32)
+        self._by_length = np.argsort(self.lengths, kind="stable")
+        self._places = np.argsort(self._by_length)  # of each recording in the order by length
+        self._damaged: set[int] = set()
 
     def __len__(self) -> int:
         return len(self.recordings)
 
     def __getitem__(self, number: int) -> Utterance:
-        recording = self.recordings[number]
-        return Utterance(to_samples(read(recording.path)), recording.text)
+        not_longer = self._by_length[self._places[number] :: -1]
+        for candidate in map(int, not_longer):
+            utterance = self._read(candidate)
+            if utterance is not None:
+                return utterance
+        raise InputError(
+            f"{self.recordings[number].path}: damaged, and so are all recordings that are not "
+            "longer; find damaged files with: maxfactor data --decode"
+        )
 
     def text(self, number: int) -> str:
         """Return the transcript without reading the audio."""
         return self.recordings[number].text
 
+    def _read(self, number: int) -> Utterance | None:
+        """Read a recording; return None if it is damaged."""
+        if number in self._damaged:
+            return None
+        recording = self.recordings[number]
+        try:
+            wave = read(recording.path, recording.start, recording.samples)
+        except InputError as error:
+            if not is_file(recording.path):  # the disk is gone, rather than one file damaged
+                raise
+            self._note_damage(number, error)
+            return None
+        return Utterance(to_samples(wave), recording.text)
 
-def find_recordings(path: Path) -> list[Recording]:
-    """List the recordings of a folder in LibriSpeech's layout, or of a TSV or JSONL file."""
-    if path.is_dir():
-        recordings = list(_librispeech(path))
-        if not recordings:
+    def _note_damage(self, number: int, error: InputError) -> None:
+        self._damaged.add(number)
+        count = len(self._damaged)
+        if count > max(DAMAGED_COUNT, DAMAGED_SHARE * len(self)):
             raise InputError(
-                f"{path}: this folder has no *.trans.txt, where LibriSpeech keeps transcripts; "
-                "give a TSV or JSONL file of path and text instead"
-            )
-    elif not path.exists():
-        raise InputError(f"{path}: no such file or folder")
-    elif path.suffix == ".jsonl":
-        recordings = list(_jsonl(path))
-    elif path.suffix == ".tsv":
-        recordings = list(_tsv(path))
-    else:
-        raise InputError(f"{path}: must be a folder, or a .tsv or .jsonl file of path and text")
-    if not recordings:
-        raise InputError(f"{path}: lists no recordings")
-    return recordings
+                f"{error}; {count} of {len(self)} recordings are damaged, too many to go on; find "
+                "them with: maxfactor data --decode"
+            ) from error
+        logger.warning("%s; another recording takes its place (%d damaged so far)", error, count)
 
 
 def split_recordings(recordings: Iterable[Recording]) -> tuple[list[Recording], list[Recording]]:
@@ -93,90 +135,3 @@ def split_recordings(recordings: Iterable[Recording]) -> tuple[list[Recording], 
             "off a validation set; give one with --validation"
         )
     return train, validation
-
-
-def check_texts(recordings: Iterable[Recording], codec: Codec, max_tokens: int) -> None:
-    """Raise InputError for a transcript that the tokens cannot spell, or that is too long."""
-    for recording in recordings:
-        missing = codec.missing(recording.text)
-        if missing:
-            raise InputError(
-                f"{recording.path}: the model has no token for "
-                f"{', '.join(map(repr, missing[:5]))} in its transcript"
-            )
-        tokens = len(codec.encode(recording.text))
-        if tokens > max_tokens:
-            raise InputError(
-                f"{recording.path}: its transcript has {tokens} tokens, but the model takes at "
-                f"most {max_tokens}"
-            )
-
-
-def _librispeech(folder: Path) -> Iterator[Recording]:
-    """Read files like `1089-134686.trans.txt`, with lines of name and text, beside the audio."""
-    for transcript in sorted(folder.rglob("*.trans.txt")):
-        for number, line in _lines(transcript):
-            name, _, text = line.partition(" ")
-            candidates = [transcript.parent / f"{name}{suffix}" for suffix in AUDIO_SUFFIXES]
-            path = next((path for path in candidates if path.exists()), candidates[0])
-            # LibriSpeech is all upper case, which carries no information.
-            yield _recording(path, text.lower(), f"{transcript}:{number}")
-
-
-def _jsonl(path: Path) -> Iterator[Recording]:
-    for number, line in _lines(path):
-        where = f"{path}:{number}"
-        try:
-            entry = json.loads(line)
-            audio, text = entry["path"], entry["text"]
-            if not (isinstance(audio, str) and isinstance(text, str)):
-                raise TypeError(line)
-        except (ValueError, TypeError, KeyError) as error:
-            raise InputError(f'{where}: must be {{"path": …, "text": …}}, got {line!r}') from error
-        yield _recording(_resolve(path, audio), text, where)
-
-
-def _tsv(path: Path) -> Iterator[Recording]:
-    for number, line in _lines(path):
-        where, row = f"{path}:{number}", line.split("\t")  # no csv: quotation marks are text
-        if number == 1 and row[:2] == ["path", "text"]:
-            continue
-        if len(row) < 2:
-            raise InputError(f"{where}: must be a path, a tab and a text, got {row!r}")
-        yield _recording(_resolve(path, row[0]), row[1], where)
-
-
-def _recording(path: Path, text: str, where: str) -> Recording:
-    if not text.split():
-        raise InputError(f"{where}: the transcript of {path} is empty")
-    if not path.exists():  # or the line is a heading
-        raise InputError(f"{where}: {path}: no such file")
-    # NFC, as in the tokenizer: a letter with an accent is one character.
-    return Recording(path, unicodedata.normalize("NFC", " ".join(text.split())))
-
-
-def _resolve(listing: Path, audio: str) -> Path:
-    """Resolve a path relative to the list that contains it."""
-    return listing.parent / Path(audio).expanduser()
-
-
-def _lines(path: Path) -> list[tuple[int, str]]:
-    """Return the lines that are not blank, with their numbers; only newlines end a line."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors write a byte-order mark
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as text, {error}") from error
-    lines = enumerate(text.split("\n"), 1)
-    return [(number, line) for number, line in lines if line.strip()]
-
-
-def _checked_length(recording: Recording) -> int:
-    samples = samples_in(recording.path)
-    if samples == 0:
-        raise InputError(f"{recording.path}: contains no audio")
-    if samples > LONGEST * SAMPLE_RATE:
-        seconds = samples / SAMPLE_RATE
-        raise InputError(
-            f"{recording.path}: {seconds:.1f} s long, but Whisper takes at most {LONGEST} s"
-        )
-    return samples

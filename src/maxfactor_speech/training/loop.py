@@ -22,7 +22,12 @@ from maxfactor_speech.training.model import SIZES
 from maxfactor_speech.training.model_folder import find_model, load_model
 from maxfactor_speech.training.optimizers import check_installed, check_shardable
 from maxfactor_speech.training.parallel import SingleProcess, check_batch, training_processes
-from maxfactor_speech.training.preparation import Prepared, prepare
+from maxfactor_speech.training.preparation import (
+    Prepared,
+    check_same_data,
+    prepare,
+    write_left_out,
+)
 from maxfactor_speech.training.progress import Pace, Reporter
 from maxfactor_speech.training.settings import SETTINGS, Settings, find_device, resumed
 from maxfactor_speech.training.trainer import Trainer, repeatable
@@ -92,10 +97,12 @@ def train(
             prepared = processes.run_first_then_others(
                 lambda: prepare(settings, cache, workers, reporter)
             )
+        check_same_data(prepared, processes)
         trainer = processes.run_on_all(lambda: _trainer(settings, prepared, last, processes))
         if not is_first:
             return _run(trainer, out, NoMetrics(), reporter)
         write_atomically(out / SETTINGS, json.dumps(asdict(settings), indent=2).encode() + b"\n")
+        write_left_out(out, prepared)
         metrics = Metrics(out, -1 if last is None else trainer.step, tensorboard)
         try:
             return _run(trainer, out, metrics, reporter)

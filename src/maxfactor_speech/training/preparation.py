@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from maxfactor_speech.data import corpus, recordings, synthesis
+from maxfactor_speech.atomic import write_atomically
+from maxfactor_speech.data import corpus, synthesis
 from maxfactor_speech.data.batches import Utterances, collate, seconds_needed
 from maxfactor_speech.data.features import extract
+from maxfactor_speech.data.own_data import load_own_data
 from maxfactor_speech.data.recordings import RecordedUtterances
+from maxfactor_speech.data.screening import LEFT_OUT, LONGEST, left_out_table, summary
 from maxfactor_speech.data.tokens import IGNORED, Codec
 from maxfactor_speech.errors import InputError
 from maxfactor_speech.training.model import SIZES, longest_audio, loss_of, whisper
@@ -22,6 +25,7 @@ from maxfactor_speech.training.recogniser import Recogniser, new_recogniser, wit
 if TYPE_CHECKING:
     from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 
+    from maxfactor_speech.training.parallel import SingleProcess
     from maxfactor_speech.training.settings import Settings
 
 MAX_TOKENS = {"digits": 16, "sentences": 96}
@@ -60,7 +64,8 @@ def prepare(
         language = (loaded and loaded.language) or settings.spoken_language("en")
         train, validation = _synthesised(settings, language, cache, workers, reporter or Reporter())
     else:
-        train, validation = _recorded(settings.data, settings.validation)
+        longest = LONGEST if loaded is None else longest_audio(loaded[0])
+        train, validation = _recorded(settings, longest, reporter or Reporter())
     torch.manual_seed(settings.seed)
     recogniser = loaded or _new_model(settings, train, validation)
     for part in (train, validation):
@@ -120,8 +125,30 @@ def fingerprint(data: Utterances) -> str:
     """Return a digest that identifies a set of utterances."""
     digest = hashlib.blake2b(data.lengths.tobytes(), digest_size=16)
     for recording in data.recordings if isinstance(data, RecordedUtterances) else ():
-        digest.update(f"{recording.path.name}\t{recording.text}\n".encode())
+        digest.update(recording.identity.encode())
     return digest.hexdigest()
+
+
+def write_left_out(out: Path, prepared: Prepared) -> None:
+    """Write the recordings that are left out, if there are any, to a table in a folder."""
+    data = prepared.train
+    if isinstance(data, RecordedUtterances) and data.left_out:
+        write_atomically(out / LEFT_OUT, left_out_table(data.left_out))
+
+
+def check_same_data(prepared: Prepared, processes: SingleProcess) -> None:
+    """Raise InputError if the processes of a training have found different utterances."""
+    mine = int(fingerprint(prepared.train)[:8], 16) ^ int(fingerprint(prepared.validation)[:8], 16)
+    total = processes.sum(mine)
+
+    def check() -> None:
+        if total != mine * processes.world:
+            raise InputError(
+                "the processes found different recordings; check that all machines read the same "
+                "files"
+            )
+
+    processes.run_on_all(check)
 
 
 def task_codec(task: str) -> Codec:
@@ -159,13 +186,18 @@ def _synthesised(
     return train, validation
 
 
-def _recorded(data: str, validation: str | None) -> tuple[Utterances, Utterances]:
-    found = recordings.find_recordings(Path(data))
-    if validation is None:
-        train, held_out = recordings.split_recordings(found)
-    else:
-        train, held_out = found, recordings.find_recordings(Path(validation))
-    return RecordedUtterances(train), RecordedUtterances(held_out)
+def _recorded(
+    settings: Settings, longest: int, reporter: Reporter
+) -> tuple[Utterances, Utterances]:
+    """Find the recordings, and say which are left out."""
+    assert settings.data is not None
+    held_out = None if settings.validation is None else Path(settings.validation)
+    train, validation, total = load_own_data(
+        Path(settings.data), held_out, longest, settings.strict
+    )
+    if train.left_out:
+        reporter.say(f"{summary(train.left_out, total)}; all are named in {LEFT_OUT}")
+    return train, validation
 
 
 def _codec_for(settings: Settings, train: Utterances, validation: Utterances) -> tuple[Codec, int]:

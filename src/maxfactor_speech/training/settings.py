@@ -48,8 +48,10 @@ class Settings:
         task: "digits" or "sentences", synthesised; unused if `data` is given.
         language: Code or name of the spoken language. Of synthesised speech: "en", "de" or "es".
             None is the language that a model folder is set to, or else "en" for synthesised speech.
-        data: Folder in LibriSpeech's layout, or TSV or JSONL file of path and text.
-        validation: The same for validation; None splits off one in twenty of `data`.
+        data: Recordings in one of the layouts of `find_data`; None synthesises speech.
+        validation: The same for validation; None is the part of `data` for validation, or else
+            one in twenty of it.
+        strict: Whether to refuse recordings that cannot be used, instead of leaving them out.
         utterances: How many to synthesise; None is the number that is used, at most 24 000.
         validation_utterances: How many to synthesise for validation.
         model: "nano", "tiny" or "base" with random weights, or the folder of a model.
@@ -83,6 +85,7 @@ class Settings:
     language: str | None = None
     data: str | None = None
     validation: str | None = None
+    strict: bool = False
     utterances: int | None = None
     validation_utterances: int = 256
     model: str = "nano"
@@ -127,6 +130,7 @@ class Settings:
             raise ValueError(f"validation must be given with data, got only {self.validation!r}")
         if self.translate and self.data is None:
             raise ValueError("translate must be given with data, recordings with English texts")
+        self._require(not self.strict or self.data is not None, "strict", "given with data")
         if self.device != "auto":
             parse_device(self.device)
 
