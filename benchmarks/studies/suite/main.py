@@ -4,6 +4,7 @@
     python benchmarks/studies/suite/main.py ours --device cuda --minutes 9 --jobs 14 --out runs
     python benchmarks/studies/suite/main.py choice --device cuda --minutes 9 --jobs 14 --out runs
     python benchmarks/studies/suite/main.py show --out runs       # development data
+    python benchmarks/studies/suite/main.py choose --out runs     # by families left out
     python benchmarks/studies/suite/main.py report --out runs     # test data, looked at once
 
 Errors on development data go to OUT/trials.jsonl and choose rates and settings. Errors on test data
@@ -23,12 +24,15 @@ from typing import TYPE_CHECKING
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks/
 
+from measurement import RESULTS
 from studies.side_by_side import Workers, shared_gpu
 from studies.suite import speech_data
+from studies.suite.choice import print_choice, scores
 from studies.suite.optimizers import MORE_PEERS, OURS, PEERS
+from studies.suite.report import report
 from studies.suite.search import Search, peer_search, read_records
 from studies.suite.show import print_rows
-from studies.suite.tasks import MAIN, TASKS, base_path
+from studies.suite.tasks import FAMILIES, MAIN, TASKS, base_path
 from studies.suite.training import serve
 from studies.suite.trials import Trial, base_trial
 from studies.suite.variants import VARIANTS, own_search, variant_search
@@ -51,7 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         is_done = run(searches, options, begun + 60.0 * options.minutes)
         if not is_done:
             print("not complete; run the same command again to continue", flush=True)
-    print_rows(searches, read_records(options.out / "trials.jsonl"))
+    known = read_records(options.out / "trials.jsonl")
+    if options.table == "report":
+        test = read_records(options.out / "test.jsonl")
+        for line in report(searches, known, test, options.device, options.results)["means"]:
+            print(json.dumps(line))
+        return
+    print_rows(searches, known)
+    if options.table == "choose":
+        print_choice(scores(searches, known), FAMILIES)
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -59,7 +71,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("table", choices=(*TABLES, "show"))
+    parser.add_argument("table", choices=(*TABLES, "show", "choose", "report"))
     parser.add_argument("--tasks", default=",".join(MAIN), help="separated by commas")
     parser.add_argument("--optimizers", help="separated by commas; default: all of the table")
     parser.add_argument("--device", default="cpu")
@@ -67,6 +79,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="trainings side by side")
     parser.add_argument("--out", type=Path, default=Path("runs"))
     parser.add_argument("--cache", type=Path, help="of data; default: OUT/cache")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where `report` writes")
     parser.add_argument("--quick", action="store_true", help="tiny, to test the program")
     return parser.parse_args(arguments)
 
@@ -86,7 +99,9 @@ def searches_of(options: argparse.Namespace) -> list[Search]:
         "more": MORE_PEERS,
         "ours": OURS,
         "choice": VARIANTS,
-        "show": [*PEERS, *MORE_PEERS, *OURS, *VARIANTS],
+        "show": [*PEERS, *MORE_PEERS, *OURS],
+        "choose": [*PEERS, *VARIANTS],
+        "report": [*PEERS, *MORE_PEERS, *OURS],
     }[options.table]
     if options.optimizers:
         names = options.optimizers.split(",")
@@ -95,7 +110,7 @@ def searches_of(options: argparse.Namespace) -> list[Search]:
         for task in tasks:
             if name in PEERS or name in MORE_PEERS:
                 searches.append(peer_search(name, task, trial))
-            elif name in OURS and options.table != "choice":
+            elif name in OURS and options.table not in ("choice", "choose"):
                 searches.append(own_search(name, task, trial))
             elif (search := variant_search(name, task, trial)) is not None:
                 searches.append(search)

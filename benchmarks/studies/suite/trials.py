@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+from maxfactor.recipes import OWN
 
 if TYPE_CHECKING:
+    from maxfactor.recipes import RecipeName
     from measurement import Record
 
 
@@ -42,9 +46,8 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """A digest by which a trial is found again."""
-        text = json.dumps(self.described, sort_keys=True)
-        return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
+        """A digest by which a trial is found again; that of a recipe has its settings, too."""
+        return _digest(json.dumps(self.described, sort_keys=True) + _recipe(self.optimizer))
 
     @property
     def jobs(self) -> int:
@@ -65,10 +68,22 @@ class Trial:
         return f"{self.task} {self.optimizer} lr {self.lr:g}{share} seed {self.seed}{shown}"
 
 
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
+
+
+@functools.cache
+def _recipe(name: str) -> str:
+    """What a recipe computes: its settings, and the edition of the rule; empty for a peer."""
+    found = OWN.get(cast("RecipeName", name))
+    return "" if found is None else f"{RULE_EDITION} {found}"
+
+
 def base_trial(task: str, quick: bool) -> Trial:
     """The trial whose model fine-tuning begins with."""
     return Trial(task, "adamw-98", BASE_RATE, quick=quick)
 
 
+RULE_EDITION = 2  # raise it if equal settings compute something else
 BASES = ("whisper", "llama")
 BASE_RATE = 0.002

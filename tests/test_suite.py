@@ -1,0 +1,170 @@
+"""The suite of benchmarks/: every task trains, rates are searched, families are left out."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from studies.suite import main as suite
+from studies.suite import noise, speech_data
+from studies.suite.choice import choose, ratio, scores
+from studies.suite.optimizers import ALL_PEERS, PEERS
+from studies.suite.report import report
+from studies.suite.search import Search, peer_search
+from studies.suite.tasks import FAMILIES, MAIN, TASKS
+from studies.suite.texts import python_source, split_of, words
+from studies.suite.training import perform
+from studies.suite.trials import Trial, base_trial
+from studies.suite.variants import own_search
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data, and the models that fine-tuning begins with."""
+    folder = tmp_path_factory.mktemp("suite")
+    speech_data.synthesise(folder, workers=1, quick=True)
+    for task in ("whisper", "llama"):
+        perform(base_trial(task, quick=True), folder, CPU)
+    return folder
+
+
+def test_there_are_ten_tasks_in_five_families() -> None:
+    assert len(MAIN) >= 10
+    assert len(FAMILIES) >= 5
+    assert {TASKS[task].family for task in MAIN} | {"scale"} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("task", MAIN)
+def test_every_task_trains(task: str, cache: Path) -> None:
+    record, test = perform(Trial(task, "fast", 0.02, quick=True), cache, CPU)
+    assert not record["is_nan"]
+    assert record["steps"] == 4
+    measure = "wer" if TASKS[task].is_speech else "nats"
+    assert test[measure] > 0.0
+    if TASKS[task].base:
+        assert f"old_{measure}" in record
+
+
+@pytest.mark.parametrize("name", ALL_PEERS)
+def test_every_peer_trains(name: str, cache: Path) -> None:
+    share = ALL_PEERS[name].shares[0]
+    trial = Trial("llama", name, ALL_PEERS[name].rates_for("language")[1], share=share, quick=True)
+    first, _ = perform(Trial("llama", name, 1e-12, share=share, quick=True), cache, CPU)
+    record, _ = perform(trial, cache, CPU)
+    assert record["nats"] < first["nats"]
+
+
+def test_no_text_is_in_two_splits() -> None:
+    assert not set(words("dev")) & set(words("test"))
+    assert not set(words("train")) & set(words("test"))
+    assert len(python_source("test")) > 100_000
+    for name in speech_data.SETS:
+        dev, test = (set(speech_data.texts_of(name, split, 200)) for split in ("dev", "test"))
+        assert dev
+        assert not dev & test
+        assert all(split_of(text, halves=True) == "dev" for text in dev)
+
+
+class Errors(dict[str, Any]):
+    """Records of a search, whose errors are a function of rate, share and seed."""
+
+    def run(self, search: Search, error: Any) -> int:
+        """Run what is due until nothing is; return the number of trials."""
+        count = 0
+        while due := search.due(self):
+            for trial in due:
+                self[trial.key] = {
+                    "key": trial.key, "nats": error(trial), "diverged": False,
+                    "ms_per_step": 1.0, "state_bytes_per_parameter": 1.0,
+                }  # fmt: skip
+                count += 1
+        return count
+
+
+def test_a_search_finds_rate_and_share() -> None:
+    def error(trial: Trial) -> float:
+        return abs(math.log2(trial.lr / 0.16)) + abs(trial.share - 0.2) + 0.01 * trial.seed
+
+    known, search = Errors(), peer_search("muon", "llama", Trial)
+    assert max(search.rates) < 0.16  # so the search has to go on beyond it
+    known.run(search, error)
+    best = search.best(known)
+    assert (best.lr, best.share) == (0.16, 0.2)
+    assert len(search.errors(best, known)) == 3
+    assert search.is_complete(known)
+
+
+def test_recipes_are_run_at_their_own_rate_with_all_seeds() -> None:
+    known, search = Errors(), own_search("quality", "llama", Trial)
+    known.run(search, lambda trial: trial.lr)
+    assert search.always is not None
+    assert len(search.errors(search.at(search.always), known)) == 3
+    assert max(search.rates) / min(search.rates) == 16.0
+    assert search.best(known).lr == min(search.rates)
+
+
+def test_a_family_that_is_left_out_has_no_say() -> None:
+    found = {
+        "steady": {"whisper": 1.0, "llama": 1.0, "cpp": 1.0},
+        "for speech": {"whisper": 0.2, "llama": 1.1, "cpp": 1.1},
+    }
+    best, choices = choose(found, FAMILIES)
+    assert best == "for speech"
+    assert {each.left_out: each.candidate for each in choices} == {
+        "speech": "steady",
+        "language": "for speech",
+        "fine-tuning": "for speech",
+    }
+    [speech] = [each for each in choices if each.left_out == "speech"]
+    assert (speech.score, speech.best_score) == pytest.approx((1.0, 0.2))
+
+
+def test_ratios() -> None:
+    assert ratio(6.0, 4.0, is_speech=True) == 1.5
+    assert ratio(1.1, 1.0, is_speech=False) == pytest.approx(math.exp(0.1))
+
+
+def test_scores_and_the_report(tmp_path: Path) -> None:
+    known, test = Errors(), Errors()
+    searches = [peer_search(name, "llama", Trial) for name in PEERS]
+    searches.append(own_search("fast", "llama", Trial))
+    for search in searches:
+        worse = 0.2 if search.name == "fast" else 0.1 * (search.name != "soap")
+        known.run(search, lambda trial, worse=worse: 1.0 + worse + 0.01 * trial.seed)
+        test.run(search, lambda trial, worse=worse: 2.0 + worse + 0.01 * trial.seed)
+    found = scores(searches, known)
+    assert found["fast @ 0.08"]["llama"] == pytest.approx(math.exp(0.2))
+    record = report(searches, known, test, "cpu", tmp_path)
+    [row] = [r for r in record["rows"] if r["optimizer"] == "fast" and r["rate"] == "default"]
+    assert row["error"] == pytest.approx(2.21)
+    assert row["ratio"] == pytest.approx(math.exp(0.2), abs=1e-4)
+    assert json.loads((tmp_path / "suite.json").read_text())["rows"] == record["rows"]
+    assert "soap" in (tmp_path / "suite.svg").read_text()
+
+
+def test_the_command(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In worker processes; the errors on test data are stored apart; a second run does nothing."""
+    given = ["ours", "--optimizers", "lean", "--tasks", "llama", "--quick", "--jobs", "1"]
+    given += ["--out", str(tmp_path), "--cache", str(cache)]
+    suite.main(given)
+    assert "llama lean lr 0.028 seed 2: " in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
+    sealed = [json.loads(line) for line in (tmp_path / "test.jsonl").read_text().splitlines()]
+    assert len(lines) == len(sealed) >= 7
+    assert not any("test" in line for line in lines)
+    suite.main(given)
+    assert "seed 2: " not in capsys.readouterr().out
+
+
+def test_noise(tmp_path: Path) -> None:
+    noise.main(["--steps", "200", "--out", str(tmp_path / "noise.json")])
+    rows = json.loads((tmp_path / "noise.json").read_text())["rows"]
+    assert len(rows) == 6
+    assert all(0.1 < look["size"] < 100.0 for row in rows for look in row["looks"])
