@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,11 +50,17 @@ class Buffers:
             nonfinite=status.nonfinite_marks,
             counters=status.counters,
         )
-        words = Size.PIECE_ROWS * Size.COLUMNS if not all(g.general for g in plan.groups) else 0
-        self._sign_shape = (tiles, words)
+        signed = [group.other_tiles for group in plan.groups if not group.general]
+        signed_tiles = max((first + number for first, number in signed if number), default=0)
+        self._sign_shape = (signed_tiles, Size.PIECE_ROWS * Size.COLUMNS)
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    @property
+    def sign_bytes(self) -> int:
+        """The size of `sign_bits`."""
+        return 4 * math.prod(self._sign_shape)
 
     def sign_bits(self) -> Tensor:
         """One bit per element, only for the time of a step: (tiles, words) int32."""

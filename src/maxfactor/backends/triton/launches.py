@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from maxfactor.backends.triton.kernels.directions import measure_directions, normalize
 from maxfactor.backends.triton.kernels.layout import FINALIZE_WARPS, TILE_WARPS
 from maxfactor.backends.triton.kernels.maxima import maxima, rescale
 from maxfactor.backends.triton.kernels.momentum import with_momentum
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
     from maxfactor.backends.triton.buffers import Buffers
     from maxfactor.backends.triton.kernels.descriptors import Partials, Results, Spec, Tables
-    from maxfactor.backends.triton.plan import LaunchGroup, LaunchPlan
+    from maxfactor.backends.triton.orthogonal import Batch
+    from maxfactor.backends.triton.plan import LaunchGroup, LaunchPlan, TileRange
     from maxfactor.backends.triton.uploads import Uploads
 
 # Newer versions of Triton fuse a product and a sum into one rounding only if asked to.
@@ -54,12 +56,12 @@ class GroupLaunches:
             **TILE_OPTIONS,
         )  # fmt: skip
 
-    def direction(self, tables: Tables, signs: Tensor, scaling: Scaling) -> None:
-        """Maxima of |U|, or the momentum."""
+    def direction(self, tables: Tables, signs: Tensor, scaling: Scaling, tiles: TileRange) -> None:
+        """Maxima of |U|, or the momentum of some tiles."""
         if self.group.with_momentum:
-            with_momentum[(self.group.tiles,)](
+            with_momentum[(tiles.number,)](
                 tables, self._partials, self._results, signs, scaling.grad_scale,
-                self.group.first_tile, SCALED=scaling.is_scaled, spec=self._spec, **TILE_OPTIONS,
+                tiles.first, SCALED=scaling.is_scaled, spec=self._spec, **TILE_OPTIONS,
             )  # fmt: skip
         else:
             maxima[(len(self._block_matrix),)](
@@ -68,11 +70,33 @@ class GroupLaunches:
                 WIDTH=self.group.maxima_width, spec=self._spec, **TILE_OPTIONS,
             )  # fmt: skip
 
-    def apply(self, tables: Tables, signs: Tensor, scaling: Scaling, *, measure: bool) -> None:
-        """Write the weights, or only measure them."""
-        apply[(self.group.tiles,)](
+    def normalize(self, tables: Tables, batch: Batch) -> None:
+        """Give y the norm and the dtype of the iteration."""
+        normalize[(batch.tiles.number,)](
+            tables, self._partials, self._results, batch.tiles.first, batch.shift, batch.norm,
+            spec=self._spec, **TILE_OPTIONS,
+        )  # fmt: skip
+
+    def measure_directions(self, tables: Tables, tiles: TileRange) -> None:
+        """Sums of squares of orthogonal directions."""
+        measure_directions[(tiles.number,)](
+            tables, self._partials, tiles.first, spec=self._spec, **TILE_OPTIONS
+        )
+
+    def measure(self, tables: Tables, signs: Tensor, scaling: Scaling) -> None:
+        """Sums of squares of all weights."""
+        self._apply(tables, signs, scaling, self.group.all_tiles, measure=True)
+
+    def apply(self, tables: Tables, signs: Tensor, scaling: Scaling, tiles: TileRange) -> None:
+        """Write the weights of some tiles."""
+        self._apply(tables, signs, scaling, tiles, measure=False)
+
+    def _apply(
+        self, tables: Tables, signs: Tensor, scaling: Scaling, tiles: TileRange, *, measure: bool
+    ) -> None:
+        apply[(tiles.number,)](
             tables, self._partials, self._results, signs, scaling.grad_scale,
-            self.group.first_tile, int(measure), SCALED=scaling.is_scaled,
+            tiles.first, int(measure), SCALED=scaling.is_scaled,
             STAGES=self.group.apply_stages, spec=self._spec, **TILE_OPTIONS,
         )  # fmt: skip
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from maxfactor.backends.triton.local_parameters import LocalParameter, Matrix
+    from maxfactor.backends.triton.workspace import Formats
 
 STORES = {"int8": tl.int8, "bf16": tl.bfloat16, "fp32": tl.float32}
 TRITON_DTYPES = {
@@ -47,6 +48,13 @@ class LaunchKey(NamedTuple):
     direct: bool  # see `is_direct`
 
 
+class TileRange(NamedTuple):
+    """Tiles that a launch works on."""
+
+    first: int
+    number: int
+
+
 @dataclass
 class LaunchGroup:
     """Tensors that share their launches."""
@@ -60,6 +68,17 @@ class LaunchGroup:
     block_count: int = 0
     first_tile: int = 0
     tiles: int = 0
+    orthogonal_tiles: int = 0  # the last ones
+
+    @property
+    def all_tiles(self) -> TileRange:
+        """The tiles of all tensors."""
+        return TileRange(self.first_tile, self.tiles)
+
+    @property
+    def other_tiles(self) -> TileRange:
+        """The tiles of tensors without an orthogonal direction."""
+        return TileRange(self.first_tile, self.tiles - self.orthogonal_tiles)
 
     @property
     def with_momentum(self) -> bool:
@@ -81,12 +100,13 @@ class LaunchGroup:
         """Pieces that `apply` prefetches."""
         return APPLY_STAGES_GENERAL if self.general else APPLY_STAGES_SIGNED
 
-    def spec(self, orthogonal_dtype: torch.dtype) -> Spec:
+    def spec(self, formats: Formats) -> Spec:
         """What the kernels are compiled for."""
         return Spec(
             p_dtype=TRITON_DTYPES[self.key.param_dtype],
             g_dtype=TRITON_DTYPES[self.key.grad_dtype],
-            o_dtype=TRITON_DTYPES[orthogonal_dtype],
+            y_dtype=TRITON_DTYPES[formats.y],
+            o_dtype=TRITON_DTYPES[formats.o],
             store=STORES.get(self.key.store or "", tl.float32),
             stored=self.key.store in STORES,
             aligned=self.key.aligned,
@@ -117,10 +137,10 @@ class BufferSizes:
 
 
 class LaunchPlan:
-    """Matrices, tiles and blocks of a list of parameters, sorted by launch key.
+    """Matrices, tiles and blocks of a list of parameters, in the order of `launch_order`.
 
     Args:
-        params: Those of equal keys side by side.
+        params: Those of equal keys side by side, orthogonal ones last, those of a shape together.
         keys: The launch key of each.
         group_of: The index of each parameter's settings.
         rate_addresses: Where the learning rate of each group of settings is.
@@ -174,6 +194,8 @@ class LaunchPlan:
             row[Column.OWNER_BLOCKS] = blocks
         self.block_count += blocks
         group.tiles += tiles
+        if param.flags & Flag.ORTHOGONAL:
+            group.orthogonal_tiles += tiles
         self.tasks.append((first, Task.TENSOR, 0))
 
     def _group(self, key: LaunchKey, flags: Flag) -> LaunchGroup:
@@ -260,6 +282,17 @@ def keys_of(params: Sequence[LocalParameter]) -> list[LaunchKey]:
     if len(set(keys)) > 2:
         keys = [key._replace(aligned=False) for key in keys]
     return keys
+
+
+def launch_order(params: Sequence[LocalParameter], keys: Sequence[LaunchKey]) -> list[int]:
+    """The order of tensors in the plan: their indices."""
+
+    def place(index: int) -> tuple[object, ...]:
+        param = params[index]
+        is_last = bool(param.flags & Flag.ORTHOGONAL)
+        return str(keys[index]), is_last, param.matrices[:1] if is_last else [], len(param.matrices)
+
+    return sorted(range(len(params)), key=lambda index: (*place(index), index))
 
 
 def ceil_div(a: int, b: int) -> int:

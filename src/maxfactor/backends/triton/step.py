@@ -18,8 +18,8 @@ from maxfactor.backends.triton.kernels.descriptors import Tables
 from maxfactor.backends.triton.kernels.layout import Scalar
 from maxfactor.backends.triton.launches import GroupLaunches, LocalTotals, Scaling
 from maxfactor.backends.triton.local_parameters import local_parameter
-from maxfactor.backends.triton.orthogonal import OrthogonalBuffer
-from maxfactor.backends.triton.plan import LaunchPlan, keys_of, repeat_values
+from maxfactor.backends.triton.orthogonal import OrthogonalBatches
+from maxfactor.backends.triton.plan import LaunchPlan, keys_of, launch_order, repeat_values
 from maxfactor.backends.triton.rank_totals import RankTotals
 from maxfactor.backends.triton.settings_rows import fixed_settings
 from maxfactor.backends.triton.status import StepStatus
@@ -56,8 +56,7 @@ class FusedStep:
             each.state["step"] = each.state["step"].to(self._device, non_blocking=True)
         params = [local_parameter(each) for each in step_io]
         keys = keys_of(params)
-        # Tensors of a launch group side by side.
-        order = sorted(range(len(params)), key=lambda index: (str(keys[index]), index))
+        order = launch_order(params, keys)
         params, keys = [params[i] for i in order], [keys[i] for i in order]
         ordered = [step_io[i] for i in order]
         ranks = process_groups(each.param for each in step_io)
@@ -75,13 +74,13 @@ class FusedStep:
         self._totals: LocalTotals | RankTotals = LocalTotals(plan, buffers)
         if ranks:
             self._totals = RankTotals(step_io, order, plan, buffers, uploads, ranks)
-        self._orthogonal = OrthogonalBuffer(params)
+        self._orthogonal = OrthogonalBatches(params, keys, plan)
         self._addresses: list[int] = []
         self._tables = self._upload(plan)
         results = self._totals.results
         self._launches = [
             GroupLaunches(
-                group, group.spec(self._orthogonal.dtype), buffers.partials, results, uploads
+                group, group.spec(self._orthogonal.formats), buffers.partials, results, uploads
             )
             for group in plan.groups
         ]
@@ -101,6 +100,11 @@ class FusedStep:
             first_matrix=to_device(plan.first_matrix, torch.int32),
             tasks=to_device(plan.tasks, torch.int32),
         )
+
+    @property
+    def borrowed_bytes(self) -> int:
+        """What a step borrows from torch's allocator and returns: directions and sign bits."""
+        return self._orthogonal.borrowed_bytes + self._buffers.sign_bytes
 
     @property
     def skipped(self) -> int:
@@ -165,16 +169,28 @@ class FusedStep:
         tables, signs = self._tables, self._buffers.sign_bits()
         for group in self._launches:
             if measure:
-                group.apply(tables, signs, scaling, measure=True)
+                group.measure(tables, signs, scaling)
             group.statistics(tables, signs, scaling, check=check)
         self._totals.finalize(tables, scaling)
-        for group in self._launches:
-            group.direction(tables, signs, scaling)
+        self._launch_orthogonal(signs, scaling)
+        others = [group for group in self._launches if group.group.other_tiles.number]
+        for group in others:
+            group.direction(tables, signs, scaling, group.group.other_tiles)
         self._totals.rescale(tables)
-        self._orthogonal.orthogonalize()
-        for group in self._launches:
+        for group in others:
             if not group.group.key.direct:
-                group.apply(tables, signs, scaling, measure=False)
+                group.apply(tables, signs, scaling, group.group.other_tiles)
+
+    def _launch_orthogonal(self, signs: Tensor, scaling: Scaling) -> None:
+        """Filter, iterate and apply the orthogonal matrices, batch by batch in the same memory."""
+        tables, group_of = self._tables, {each.group.key: each for each in self._launches}
+        for batch in self._orthogonal.batches:
+            group = group_of[batch.key]
+            group.direction(tables, signs, scaling, batch.tiles)
+            group.normalize(tables, batch)
+            self._orthogonal.iterate(batch)
+            group.measure_directions(tables, batch.tiles)
+            group.apply(tables, signs, scaling, batch.tiles)
 
 
 def make_step(

@@ -61,11 +61,38 @@ class RankSums(NamedTuple):
     chunk_sums: Tensor  # (row chunks, RowSum) float32
 
 
+class Operands(NamedTuple):
+    """The matrices of `symmetric_product`, each (batch, n, n) or those of a Gram matrix."""
+
+    out: Tensor
+    left: Tensor  # L
+    right: Tensor  # R
+    added: Tensor  # D, not read if beta is 0
+
+
+class ProductForm(NamedTuple):
+    """What `symmetric_product` is compiled for, besides the dtypes."""
+
+    beta: float  # factor of D
+    gamma: float  # factor of I
+    transposed: bool  # Lᵀ R instead of L Rᵀ
+    even: bool  # all sizes are multiples of those of a tile
+
+
+class ProductTile(NamedTuple):
+    """What a program of `symmetric_product` works on."""
+
+    rows: int
+    cols: int  # 1 or 2 times the rows
+    depth: int  # of the products that are taken at a time
+
+
 class Spec(NamedTuple):
     """What the kernels are compiled for. All are compile-time constants."""
 
     p_dtype: Any  # Triton's dtype of W
     g_dtype: Any  # of G
+    y_dtype: Any  # of what is orthogonalised
     o_dtype: Any  # of the orthogonal directions
     store: Any  # of the stored momentum
     stored: bool  # there is a stored momentum

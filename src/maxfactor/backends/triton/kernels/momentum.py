@@ -22,6 +22,7 @@ from maxfactor.backends.triton.kernels.layout import (
     MOMENTUM_BLOCK,
     MOMENTUM_STAGES,
     PIECE_ROWS,
+    RANGE,
     SCALAR,
     SETTING,
     TINY,
@@ -48,7 +49,7 @@ from maxfactor.backends.triton.kernels.variance import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_tile"])
 def with_momentum(
     tables,
     partials,
@@ -110,7 +111,7 @@ def with_momentum(
     col_roots = factor_roots(c_pointer, cols, tl.where(dense, 0, n), 1.0)
     divisor, root_of_floor = tl.maximum(mean, TINY), inverse_root(floor)
     stored = stored_momentum(entry, spec.store)
-    o_pointer = address_of(tables.pointers, entry, ADDRESS.ORTHOGONAL, spec.o_dtype)
+    y_pointer = address_of(tables.pointers, entry, ADDRESS.ORTHOGONAL, spec.y_dtype)
     place = results.row_max + tl.load(entry + COLUMN.ROW_SPACE)
     root_of_mean = tl.sqrt_rn(mean)
     if spec.direct:
@@ -121,7 +122,7 @@ def with_momentum(
         target = Target(w_pointer, span, m, n, keep, Noise(key, origin, stride, flags))
     agreement = tl.zeros([COLUMNS], tl.float32)
     power = tl.zeros([COLUMNS], tl.float32)
-    total = tl.zeros([COLUMNS], tl.float32)  # of the squares of y, or of those of the new W
+    total = tl.zeros([COLUMNS], tl.float32)  # of the squares of y, of y * RANGE, or of the new W
     least = tl.full([COLUMNS], float("inf"), tl.float32)
     signs = tl.zeros([PIECE_ROWS, COLUMNS], tl.uint32)
     highest = tl.zeros([PIECE_ROWS], tl.float32)
@@ -149,7 +150,8 @@ def with_momentum(
             y = momentum * gain + share * x  # (13)
         if orthogonal:
             y *= roots * root_of_mean
-            store_tile(o_pointer, y, piece, spec.o_dtype, spec.aligned)
+            store_tile(y_pointer, y, piece, spec.y_dtype, spec.aligned)
+            total += tl.sum((y * RANGE) * (y * RANGE), axis=0)
         else:
             if spec.peaks:
                 by_row = tl.max(tl.abs(y), axis=1)  # y is 0 outside the matrix, as G and M are

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from maxfactor.backends.triton.kernels.descriptors import MatrixEntry, Noise, StepSize, Target
+from maxfactor.backends.triton.kernels.directions import inverse_rms
 from maxfactor.backends.triton.kernels.layout import (
     ADDRESS,
     COLUMN,
@@ -99,6 +100,9 @@ def apply(
     if not spec.momentum:  # which negates G itself, as M keeps it
         if (flags & FLAG.MAXIMIZE) != 0:
             scale = -scale
+    if spec.orthogonal:
+        if (flags & FLAG.ORTHOGONAL) != 0:
+            scale = alpha * inverse_rms(entry, partials.update_sums, m, n)
     by_signs = False
     if spec.signed:
         dense = spec.dense and (flags & FLAG.DENSE) != 0
@@ -211,7 +215,7 @@ def move_by_update(
         move = tl.where(u > 0.0, size, tl.where(u < 0.0, -size, 0.0))  # (9)
         if spec.momentum:
             if orthogonal:
-                move = u * step.alpha
+                move = u * step.scale
             elif (flags & FLAG.SIGN) == 0:
                 move = u * step.scale
         elif dense:
