@@ -30,7 +30,7 @@ LARGE = {
 DEFAULT = LARGE[8]
 SMALL = Tuning(ProductTile(64, 64, 32), 4, 3)  # where large tiles would be few, or mostly empty
 SMALL_SIDE = 256  # largest matrix with small tiles
-IN_INTERPRETER = Tuning(ProductTile(16, 16, 16), 1, 1)
+IN_INTERPRETER = Tuning(ProductTile(32, 32, 32), 1, 1)
 
 
 @lru_cache(maxsize=256)
