@@ -34,6 +34,7 @@ from maxfactor.settings import (
 from maxfactor.state import init_state
 
 if TYPE_CHECKING:
+    from maxfactor.backends.triton.inputs import Seen
     from maxfactor.backends.triton.step import FusedStep
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -143,9 +144,11 @@ class FactoredOptimizer(Optimizer):
         """Take the step with the present gradients."""
         groups = self._groups()
         flat = [param for group in self.param_groups for param in group["params"]]
-        if self._fused is not None and self._fused.fits(flat, groups, self.state):
-            self._run_fused(self._fused, groups)
-            return
+        if self._fused is not None:
+            seen = self._fused.fits(flat, groups, self.state)
+            if seen is not None:
+                self._run_fused(self._fused, groups, seen)
+                return
         inputs = self._inputs(groups)
         if not inputs:
             return
@@ -223,11 +226,14 @@ class FactoredOptimizer(Optimizer):
             self._guard.passed()
             self._result, self._stepped = result, [each.param for each in inputs]
 
-    def _run_fused(self, fused: FusedStep, groups: list[GroupStep]) -> None:
+    def _run_fused(
+        self, fused: FusedStep, groups: list[GroupStep], seen: Seen | None = None
+    ) -> None:
         """Launch a step; the device decides whether to skip it, and counts."""
         self._result = fused.step(
             groups,
             nonfinite=self._execution.nonfinite,
+            seen=seen,
             grad_scale=getattr(self, "grad_scale", None),  # both set by GradScaler
             found_inf=getattr(self, "found_inf", None),
         )

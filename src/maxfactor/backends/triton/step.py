@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from maxfactor.backends.step_io import GroupStep, StepInput
+    from maxfactor.backends.triton.inputs import Seen
 
 
 class FusedStep:
@@ -117,26 +118,30 @@ class FusedStep:
 
     def fits(
         self, flat: Sequence[Tensor], groups: Sequence[GroupStep], states: Mapping[Tensor, object]
-    ) -> bool:
-        """Whether tensors, states and settings are those of the plan; changes nothing."""
+    ) -> Seen | None:
+        """What is there for `step`, if it is all that of the plan, else None; changes nothing."""
         fixed = [*map(fixed_settings, groups)]
-        return fixed == self._fixed and self._inputs.fit(flat, states)
+        return self._inputs.fit(flat, states) if fixed == self._fixed else None
 
     def step(
         self,
         groups: Sequence[GroupStep],
         *,
         nonfinite: str,
+        seen: Seen | None = None,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> StepResult:
-        """Launch one step, which does nothing if a gradient is not finite or `found_inf` is set."""
+        """Launch one step, which does nothing if a gradient is not finite or `found_inf` is set.
+
+        `seen` is the answer of `fits`, if it was asked.
+        """
         capturing = is_capturing(self._device)
         if not capturing:  # a capture may not ask whether an event has passed
             self.status.raise_if_given_up()
         self._group_tables.update_rates(groups)
         orthogonal = self._orthogonal.allocate(len(self.owners))
-        gathered = self._inputs.gather(orthogonal)
+        gathered = self._inputs.gather(seen or self._inputs.look(), orthogonal)
         self._update_addresses(gathered.addresses)
         versions = self._inputs.versions(gathered.params)
         scaling = Scaling(
@@ -149,7 +154,7 @@ class FusedStep:
         with on_device(self._device):
             self._launch(scaling, check=nonfinite != "ignore", measure=measure)
         self._inputs.write_back(gathered.params, versions)
-        del gathered  # not before the launches that read the gradients
+        del gathered, seen  # not before the launches that read the gradients
         self._orthogonal.release()
         if nonfinite == "raise" and found_inf is None:
             self.status.raise_if_skipped()
@@ -159,7 +164,7 @@ class FusedStep:
 
     def _update_addresses(self, addresses: list[int]) -> None:
         """Upload the addresses of W, G and O if one of them changed."""
-        if addresses != self._addresses:
+        if addresses is not self._addresses:
             pointers = self._uploads.to_device(addresses, torch.int64)
             self._tables = self._tables._replace(pointers=pointers)
             self._addresses = addresses
