@@ -82,7 +82,9 @@ def multiply_rows(left, right, r, c, n, depth, form: tl.constexpr, tile: tl.cons
     else:
         l_places = left + r.to(tl.int64)[:, None] * depth + k[None, :]
         r_places = right + c.to(tl.int64)[:, None] * depth + k[None, :]
-    total = tl.zeros([tile.rows, tile.cols], tl.float32)
+    rows: tl.constexpr = tile.rows
+    cols: tl.constexpr = tile.cols
+    total = tl.zeros([rows, cols], tl.float32)
     for done in range(0, depth, steps):
         if form.even:
             l_part, r_part = tl.load(l_places), tl.load(r_places)
