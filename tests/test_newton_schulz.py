@@ -22,11 +22,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
 UNIT = 16 if DEVICE == "cpu" else 64
-TILES = [(UNIT, UNIT), (UNIT, 2 * UNIT)]
+# Rows and columns of a tile, and whether blocks are loaded by descriptors where sizes allow.
+TILES = [(UNIT, UNIT, False), (UNIT, 2 * UNIT, False), (UNIT, UNIT, True), (UNIT, 2 * UNIT, True)]
 
 
-def tuning(rows: int, cols: int) -> Any:
-    return products.Tuning(ProductTile(rows, cols, UNIT), 4, 2)
+def tuning(rows: int, cols: int, descriptors: bool) -> Any:
+    if descriptors and DEVICE == "cuda" and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("no copy engine")
+    return products.Tuning(ProductTile(rows, cols, UNIT), 4, 2, descriptors)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:
@@ -40,10 +43,10 @@ def random(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Te
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("is_tall", [False, True])
 @pytest.mark.parametrize(
-    ("batch", "n", "depth"), [(2, 32, 48), (3, 37, 50), (1, 1, 5), (2, 17, 16), (1, 80, 20)]
+    ("batch", "n", "depth"), [(2, 2 * UNIT, 3 * UNIT), (3, 37, 50), (1, 1, 5), (2, 17, UNIT)]
 )
 def test_symmetric_product(
-    batch: int, n: int, depth: int, is_tall: bool, tile: tuple[int, int]
+    batch: int, n: int, depth: int, is_tall: bool, tile: tuple[int, int, bool]
 ) -> None:
     """Every element is written, and mirrored to the last bit."""
     x = random(batch, depth, n) if is_tall else random(batch, n, depth)
@@ -60,7 +63,7 @@ def test_symmetric_product(
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_product_of_two_matrices_that_commute(tile: tuple[int, int]) -> None:
+def test_product_of_two_matrices_that_commute(tile: tuple[int, int, bool]) -> None:
     """Symmetric to the last bit although L Rᵀ rounds differently from R Lᵀ."""
     a = random(2, 40, 60, dtype=torch.float32) / 8
     square = (a @ a.mT).contiguous()

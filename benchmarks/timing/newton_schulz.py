@@ -16,6 +16,7 @@ import math
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -46,13 +47,14 @@ WARM_UP, REPEATS = (2, 7) if DEVICE.type == "cuda" else (0, 1)
 def candidates() -> list[Tuning]:
     """Tiles, warps and stages that fit into registers and shared memory."""
     if DEVICE.type != "cuda":
-        return [IN_INTERPRETER, Tuning(ProductTile(16, 32, 16), 1, 1)]
-    sizes = [(128, 128, 64, 4), (128, 128, 64, 8), (128, 256, 64, 8), (64, 128, 64, 4)]
-    sizes += [(128, 128, 32, 4), (128, 256, 32, 8), (64, 64, 64, 4), (128, 128, 128, 8)]
+        small = ProductTile(8, 8, 8)
+        return [IN_INTERPRETER, Tuning(ProductTile(16, 32, 16), 1, 1), Tuning(small, 1, 1, True)]
+    sizes = [(128, 128, 64, 4), (128, 128, 64, 8), (128, 256, 64, 8), (128, 128, 32, 4)]
     found = [
-        Tuning(ProductTile(rows, cols, depth), warps, stages)
+        Tuning(ProductTile(rows, cols, depth), warps, stages, descriptors)
         for rows, cols, depth, warps in sizes
-        for stages in (3, 4)
+        for descriptors in (False, True)[: 1 + (rows == cols)]
+        for stages in ((2, 3, 4) if descriptors else (3, 4))
     ]
     return [each for each in found if shared_bytes(each) <= 200_000]
 
@@ -103,11 +105,15 @@ def tune(batch: int, short: int, long: int) -> Iterator[Record]:
         "gram_tall": (random(batch, long, short), True),
         "square": (gram(random(batch, short, short), is_tall=False), False),
     }
+    square = cases["square"][0]
+    spare = torch.empty_like(square)
     for tuning in candidates():
-        row: Record = {"tile": [*tuning.tile], "warps": tuning.warps, "stages": tuning.stages}
+        row: Record = {**tuning._asdict(), "tile": [*tuning.tile]}
         try:
             for name, (x, is_tall) in cases.items():
                 row[name] = timed_product(x, tuning, is_tall=is_tall)
+            weights = {"alpha": 2.0, "beta": -4.0, "gamma": 3.0, "added": square, "tuning": tuning}
+            row["polynomial_us"] = 1e6 * seconds(partial(symmetric, spare, square, square, **weights))
         except Exception as error:  # of any kind: the next size may fit
             row["error"] = f"{type(error).__name__}: {error}"[:200]
         print(row, flush=True)
@@ -280,7 +286,7 @@ def main(given: Sequence[str] | None = None) -> None:
     chosen = tuning_for(1280, DEVICE)
     record = {
         **circumstances(DEVICE.type),
-        "listed": {"tile": [*chosen.tile], "warps": chosen.warps, "stages": chosen.stages},
+        "listed": {**chosen._asdict(), "tile": [*chosen.tile]},
         **record,
     }
     print(record.get("total"))

@@ -51,7 +51,9 @@ class Buffers:
             counters=status.counters,
         )
         signed = [group.other_tiles for group in plan.groups if not group.general]
-        signed_tiles = max((first + number for first, number in signed if number), default=0)
+        signed_tiles = max(
+            (tiles.first + tiles.number for tiles in signed if tiles.number), default=0
+        )
         self._sign_shape = (signed_tiles, Size.PIECE_ROWS * Size.COLUMNS)
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -61,7 +61,7 @@ class GroupLaunches:
         if self.group.with_momentum:
             with_momentum[(tiles.number,)](
                 tables, self._partials, self._results, signs, scaling.grad_scale,
-                tiles.first, SCALED=scaling.is_scaled, spec=self._spec, **TILE_OPTIONS,
+                tiles.first, SCALED=scaling.is_scaled, spec=self._spec, **options_of(tiles),
             )  # fmt: skip
         else:
             maxima[(len(self._block_matrix),)](
@@ -74,18 +74,20 @@ class GroupLaunches:
         """Give y the norm and the dtype of the iteration."""
         normalize[(batch.tiles.number,)](
             tables, self._partials, self._results, batch.tiles.first, batch.shift, batch.norm,
-            spec=self._spec, **TILE_OPTIONS,
+            spec=self._spec, **options_of(batch.tiles),
         )  # fmt: skip
 
     def measure_directions(self, tables: Tables, tiles: TileRange) -> None:
         """Sums of squares of orthogonal directions."""
         measure_directions[(tiles.number,)](
-            tables, self._partials, tiles.first, spec=self._spec, **TILE_OPTIONS
+            tables, self._partials, tiles.first, spec=self._spec, **options_of(tiles)
         )
 
     def measure(self, tables: Tables, signs: Tensor, scaling: Scaling) -> None:
         """Sums of squares of all weights."""
-        self._apply(tables, signs, scaling, self.group.all_tiles, measure=True)
+        for tiles in (self.group.other_tiles, self.group.orthogonal_tiles):
+            if tiles.number:
+                self._apply(tables, signs, scaling, tiles, measure=True)
 
     def apply(self, tables: Tables, signs: Tensor, scaling: Scaling, tiles: TileRange) -> None:
         """Write the weights of some tiles."""
@@ -97,8 +99,13 @@ class GroupLaunches:
         apply[(tiles.number,)](
             tables, self._partials, self._results, signs, scaling.grad_scale,
             tiles.first, int(measure), SCALED=scaling.is_scaled,
-            STAGES=self.group.apply_stages, spec=self._spec, **TILE_OPTIONS,
+            STAGES=self.group.apply_stages, spec=self._spec, **options_of(tiles),
         )  # fmt: skip
+
+
+def options_of(tiles: TileRange) -> dict[str, Any]:
+    """The options of a launch over some tiles."""
+    return {"num_warps": tiles.warps, **FUSION}
 
 
 def launch_finalize(tables: Tables, partials: Partials, results: Results, scaling: Scaling) -> None:

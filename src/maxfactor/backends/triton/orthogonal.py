@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from maxfactor.backends.triton.kernels.layout import Column, Flag
+from maxfactor.backends.triton.kernels.layout import BATCH_WARPS, Column, Flag
 from maxfactor.backends.triton.plan import TileRange
 from maxfactor.backends.triton.products import multiply, symmetric
 from maxfactor.backends.triton.workspace import (
@@ -86,7 +86,9 @@ class OrthogonalBatches:
                 yield Batch(
                     key,
                     owners=range(first, first + tensors),
-                    tiles=TileRange(row[Column.OWNER_TILE], tensors * row[Column.OWNER_TILES]),
+                    tiles=TileRange(
+                        row[Column.OWNER_TILE], tensors * row[Column.OWNER_TILES], BATCH_WARPS
+                    ),
                     layout=layout(m, n, each * tensors, self.formats.o),
                 )
                 first += tensors

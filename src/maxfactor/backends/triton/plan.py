@@ -15,6 +15,8 @@ from maxfactor.backends.triton.kernels.descriptors import Spec
 from maxfactor.backends.triton.kernels.layout import (
     APPLY_STAGES_GENERAL,
     APPLY_STAGES_SIGNED,
+    BATCH_WARPS,
+    TILE_WARPS,
     Column,
     Flag,
     Size,
@@ -53,6 +55,7 @@ class TileRange(NamedTuple):
 
     first: int
     number: int
+    warps: int  # of each; it decides the order of a sum, so it is always the same for a tile
 
 
 @dataclass
@@ -68,17 +71,18 @@ class LaunchGroup:
     block_count: int = 0
     first_tile: int = 0
     tiles: int = 0
-    orthogonal_tiles: int = 0  # the last ones
-
-    @property
-    def all_tiles(self) -> TileRange:
-        """The tiles of all tensors."""
-        return TileRange(self.first_tile, self.tiles)
+    last_tiles: int = 0  # those of tensors with an orthogonal direction
 
     @property
     def other_tiles(self) -> TileRange:
         """The tiles of tensors without an orthogonal direction."""
-        return TileRange(self.first_tile, self.tiles - self.orthogonal_tiles)
+        return TileRange(self.first_tile, self.tiles - self.last_tiles, TILE_WARPS)
+
+    @property
+    def orthogonal_tiles(self) -> TileRange:
+        """The tiles of tensors with an orthogonal direction, which follow."""
+        first = self.first_tile + self.tiles - self.last_tiles
+        return TileRange(first, self.last_tiles, BATCH_WARPS)
 
     @property
     def with_momentum(self) -> bool:
@@ -195,7 +199,7 @@ class LaunchPlan:
         self.block_count += blocks
         group.tiles += tiles
         if param.flags & Flag.ORTHOGONAL:
-            group.orthogonal_tiles += tiles
+            group.last_tiles += tiles
         self.tasks.append((first, Task.TENSOR, 0))
 
     def _group(self, key: LaunchKey, flags: Flag) -> LaunchGroup:

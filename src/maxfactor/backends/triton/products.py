@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from maxfactor.backends.triton.kernels.descriptors import Operands, ProductForm, ProductTile
+from maxfactor.backends.triton.kernels.descriptors import ProductForm, ProductTile
 from maxfactor.backends.triton.kernels.products import symmetric_product
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
+except ImportError:  # before Triton 3.4
+    TensorDescriptor = None
 
 
 class Tuning(NamedTuple):
@@ -20,11 +25,12 @@ class Tuning(NamedTuple):
     tile: ProductTile
     warps: int
     stages: int  # parts of a product that are prefetched
+    descriptors: bool = False  # load by the copy engine, of Hopper and later, where sizes allow
 
 
 # The fastest by benchmarks/timing/newton_schulz.py; there is no autotuning at run time.
 LARGE = {
-    9: Tuning(ProductTile(128, 128, 64), 4, 3),
+    9: Tuning(ProductTile(128, 128, 64), 4, 3, descriptors=True),
     8: Tuning(ProductTile(128, 128, 32), 4, 3),
 }
 DEFAULT = LARGE[8]
@@ -78,15 +84,28 @@ def symmetric(
     """
     batch, n, _ = out.shape
     depth = left.shape[1 if is_tall else 2]
-    tile, warps, stages = tuning or tuning_for(n, out.device)
+    tile, warps, stages, by_descriptor = tuning or tuning_for(n, out.device)
     even = n % tile.rows == n % tile.cols == depth % tile.depth == 0
-    operands = Operands(out, left, right, out if added is None else added)
-    options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
+    # A mirrored block must have the shape of a tile.
+    has_blocks = even and tile.rows == tile.cols and TensorDescriptor is not None
+    by_descriptor = by_descriptor and has_blocks
+    form = ProductForm(beta, gamma, is_tall, even, by_descriptor)
+    operands: list[Any] = [out, left, right, out if added is None else added]
+    if by_descriptor:
+        rows, cols, k = tile
+        square = [rows, cols]
+        sides = ([k, rows], [k, cols]) if is_tall else ([rows, k], [cols, k])
+        operands = [*map(blocks_of, operands, (square, *sides, square))]
     symmetric_product[(tiles_of(n, tile) * batch,)](
-        operands, alpha, n, depth, form=ProductForm(beta, gamma, is_tall, even), tile=tile,
-        **options,
-    )  # fmt: skip
+        *operands, alpha, n, depth, form=form, tile=tile, num_warps=warps, num_stages=stages
+    )
     return out
+
+
+def blocks_of(x: Tensor, block: list[int]) -> Any:
+    """A descriptor of the rows of all matrices, in blocks of one size."""
+    count, rows, cols = x.shape
+    return TensorDescriptor(x, [count * rows, cols], [cols, 1], block)
 
 
 def multiply(out: Tensor, factor: Tensor, x: Tensor, *, is_tall: bool) -> Tensor:

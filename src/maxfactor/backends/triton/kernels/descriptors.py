@@ -61,15 +61,6 @@ class RankSums(NamedTuple):
     chunk_sums: Tensor  # (row chunks, RowSum) float32
 
 
-class Operands(NamedTuple):
-    """The matrices of `symmetric_product`, each (batch, n, n) or those of a Gram matrix."""
-
-    out: Tensor
-    left: Tensor  # L
-    right: Tensor  # R
-    added: Tensor  # D, not read if beta is 0
-
-
 class ProductForm(NamedTuple):
     """What `symmetric_product` is compiled for, besides the dtypes."""
 
@@ -77,6 +68,7 @@ class ProductForm(NamedTuple):
     gamma: float  # factor of I
     transposed: bool  # Lᵀ R instead of L Rᵀ
     even: bool  # all sizes are multiples of those of a tile
+    descriptors: bool  # the copy engine moves blocks; only if even, and tiles are square
 
 
 class ProductTile(NamedTuple):

@@ -48,6 +48,7 @@ class Size(IntEnum):
 
 # One warp per tile: sums over a row stay within the warp, sums over a column within a thread.
 TILE_WARPS, FINALIZE_WARPS = 1, 2
+BATCH_WARPS = 4  # of a tile in a batch of orthogonal matrices, whose launches have few tiles
 # Pieces that are prefetched from memory.
 STATISTICS_STAGES = tl.constexpr(4)
 MAXIMA_STAGES = tl.constexpr(3)

@@ -11,14 +11,20 @@ import triton.language as tl
 
 
 @triton.jit
-def symmetric_product(operands, alpha, n, depth, form: tl.constexpr, tile: tl.constexpr):
+def symmetric_product(
+    out, left, right, added, alpha, n, depth, form: tl.constexpr, tile: tl.constexpr
+):
     """One tile of alpha * L Rᵀ + beta * D + gamma * I, and its mirror image, for each matrix.
 
     A program has a tile on the diagonal or below. Each element is computed once, so the result is
     symmetric to the last bit and repeats. Sums are float32, rounded once when they are stored.
 
     Args:
-        operands: `Operands`.
+        out: (batch, n, n). With `form.descriptors`, this and the next three are descriptors of
+            the rows of all matrices, in blocks as a tile needs them.
+        left: L, (batch, n, depth), or (batch, depth, n) if `form.transposed`.
+        right: R, as L.
+        added: D, (batch, n, n); not read if `form.beta` is 0.
         alpha: Factor of the product.
         n: Rows and columns of a result.
         depth: Columns of L and R; rows if `form.transposed`.
@@ -28,51 +34,74 @@ def symmetric_product(operands, alpha, n, depth, form: tl.constexpr, tile: tl.co
     rows: tl.constexpr = tile.rows
     cols: tl.constexpr = tile.cols
     tiles = triangle_tiles(tl.cdiv(n, rows), cols // rows)
-    matrix = (tl.program_id(0) // tiles).to(tl.int64)
+    matrix = tl.program_id(0) // tiles
     down, across = triangle_place(tl.program_id(0) % tiles, cols // rows)
-    r = down * rows + tl.arange(0, rows)
-    c = across * cols + tl.arange(0, cols)
-    start = matrix * n * depth
-    total = multiply_rows(operands.left + start, operands.right + start, r, c, n, depth, form, tile)
+    row, col = down * rows, across * cols
+    if form.descriptors:
+        first = matrix * (depth if form.transposed else n)
+        total = multiply_blocks(left, right, first, row, col, depth, form, tile)
+    else:
+        start = matrix.to(tl.int64) * n * depth
+        total = multiply_rows(left + start, right + start, row, col, n, depth, form, tile)
     total *= alpha
-    here = r.to(tl.int64)[:, None] * n + c[None, :]
-    inside = (r < n)[:, None] & (c < n)[None, :]
-    square = matrix * n * n
+    r, c = row + tl.arange(0, rows), col + tl.arange(0, cols)
     if form.beta != 0.0:
-        if form.even:
-            added = tl.load(operands.added + square + here)
+        if form.descriptors:
+            d = added.load([matrix * n + row, col])
         else:
-            added = tl.load(operands.added + square + here, mask=inside, other=0.0)
-        total += form.beta * added.to(tl.float32)
+            d = load_block(added, matrix, n, row, col, rows, cols)
+        total += form.beta * d.to(tl.float32)
     if form.gamma != 0.0:
         total += tl.where(r[:, None] == c[None, :], form.gamma, 0.0)
-    out = operands.out + square
-    value = total.to(out.dtype.element_ty)
+    value = total.to(out.dtype if form.descriptors else out.dtype.element_ty)
     mirrored = tl.trans(value)
-    there = c.to(tl.int64)[:, None] * n + r[None, :]
-    if across * cols + cols <= down * rows:  # wholly below the diagonal
-        if form.even:
-            tl.store(out + here, value)
-            tl.store(out + there, mirrored)
+    is_below = col + cols <= row  # wholly below the diagonal
+    if form.descriptors:
+        if is_below:
+            out.store([matrix * n + col, row], mirrored)
         else:
-            tl.store(out + here, value, mask=inside)
-            tl.store(out + there, mirrored, mask=(c < n)[:, None] & (r < n)[None, :])
+            value = tl.where(r[:, None] >= c[None, :], value, mirrored)
+        out.store([matrix * n + row, col], value)
+    elif is_below:
+        store_block(out, value, matrix, n, row, col, True)
+        store_block(out, mirrored, matrix, n, col, row, True)
     elif rows == cols:
         value = tl.where(r[:, None] >= c[None, :], value, mirrored)
-        if form.even:
-            tl.store(out + here, value)
-        else:
-            tl.store(out + here, value, mask=inside)
+        store_block(out, value, matrix, n, row, col, True)
     else:
-        tl.store(out + here, value, mask=inside & (r[:, None] >= c[None, :]))
-        above = (r < n)[None, :] & (c[:, None] < r[None, :])
-        tl.store(out + there, mirrored, mask=above)
+        store_block(out, value, matrix, n, row, col, r[:, None] >= c[None, :])
+        store_block(out, mirrored, matrix, n, col, row, c[:, None] < r[None, :])
 
 
 @triton.jit
-def multiply_rows(left, right, r, c, n, depth, form: tl.constexpr, tile: tl.constexpr):
-    """The products of the rows `r` of L and `c` of R, in float32."""
+def block_places(pointer, matrix, n, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Pointers of a block of a matrix (n, n), and which of them are inside."""
+    base = pointer + ((matrix.to(tl.int64) * n + row) * n + col)
+    r, c = tl.arange(0, ROWS), tl.arange(0, COLS)
+    return base + (r[:, None] * n + c[None, :]), (r < n - row)[:, None] & (c < n - col)[None, :]
+
+
+@triton.jit
+def load_block(pointer, matrix, n, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """A block of a matrix (n, n), 0 outside."""
+    places, inside = block_places(pointer, matrix, n, row, col, ROWS, COLS)
+    return tl.load(places, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_block(pointer, value, matrix, n, row, col, where):
+    """Write what is inside a matrix (n, n)."""
+    places, inside = block_places(pointer, matrix, n, row, col, value.shape[0], value.shape[1])
+    tl.store(places, value, mask=inside & where)
+
+
+@triton.jit
+def multiply_rows(left, right, row, col, n, depth, form: tl.constexpr, tile: tl.constexpr):
+    """The products of a tile's rows of L, from `row` on, and of R, from `col` on, in float32."""
+    rows: tl.constexpr = tile.rows
+    cols: tl.constexpr = tile.cols
     steps: tl.constexpr = tile.depth
+    r, c = row + tl.arange(0, rows), col + tl.arange(0, cols)
     k = tl.arange(0, steps)
     if not form.even:  # beyond the last row any row will do: what comes of it is not stored
         r, c = r % n, c % n
@@ -82,8 +111,6 @@ def multiply_rows(left, right, r, c, n, depth, form: tl.constexpr, tile: tl.cons
     else:
         l_places = left + r.to(tl.int64)[:, None] * depth + k[None, :]
         r_places = right + c.to(tl.int64)[:, None] * depth + k[None, :]
-    rows: tl.constexpr = tile.rows
-    cols: tl.constexpr = tile.cols
     total = tl.zeros([rows, cols], tl.float32)
     for done in range(0, depth, steps):
         if form.even:
@@ -101,6 +128,22 @@ def multiply_rows(left, right, r, c, n, depth, form: tl.constexpr, tile: tl.cons
             total = tl.dot(l_part, tl.trans(r_part), total)
             l_places += steps
             r_places += steps
+    return total
+
+
+@triton.jit
+def multiply_blocks(left, right, first, row, col, depth, form: tl.constexpr, tile: tl.constexpr):
+    """As `multiply_rows`, by descriptors of all matrices, of which this begins at row `first`."""
+    rows: tl.constexpr = tile.rows
+    cols: tl.constexpr = tile.cols
+    total = tl.zeros([rows, cols], tl.float32)
+    for done in range(0, depth, tile.depth):
+        if form.transposed:
+            l_part, r_part = left.load([first + done, row]), right.load([first + done, col])
+            total = tl.dot(tl.trans(l_part), r_part, total)
+        else:
+            l_part, r_part = left.load([first + row, done]), right.load([first + col, done])
+            total = tl.dot(l_part, tl.trans(r_part), total)
     return total
 
 

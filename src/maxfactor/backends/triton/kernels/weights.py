@@ -100,15 +100,17 @@ def apply(
     if not spec.momentum:  # which negates G itself, as M keeps it
         if (flags & FLAG.MAXIMIZE) != 0:
             scale = -scale
-    if spec.orthogonal:
-        if (flags & FLAG.ORTHOGONAL) != 0:
-            scale = alpha * inverse_rms(entry, partials.update_sums, m, n)
+    orthogonal = spec.orthogonal and (flags & FLAG.ORTHOGONAL) != 0
     by_signs = False
     if spec.signed:
         dense = spec.dense and (flags & FLAG.DENSE) != 0
         by_signs = (dense == 0) & (tl.load(partials.unsigned + tile) == 0)
     if measure != 0:
         total = measure_weights(target, STAGES, spec)
+    elif orthogonal:
+        pointer = address_of(tables.pointers, entry, ADDRESS.ORTHOGONAL, spec.o_dtype)
+        scale = alpha * inverse_rms(entry, partials.update_sums, m, n)
+        total = move_by_direction(target, pointer, scale, STAGES, spec)
     elif by_signs:
         signs = tl.load(sign_places(sign_bits, tile)).to(tl.uint32, bitcast=True)
         total = move_by_signs(target, signs, place, scale, STAGES, spec)
@@ -151,6 +153,19 @@ def move_by_signs(target, signs, row_max, scale, STAGES: tl.constexpr, spec: tl.
 
 
 @triton.jit
+def move_by_direction(target, pointer, scale, STAGES: tl.constexpr, spec: tl.constexpr):
+    """Move a tile by an orthogonal direction; sums of the new W², by column."""
+    total = tl.zeros([COLUMNS], tl.float32)
+    for number in tl.range(0, target.span.pieces, num_stages=STAGES):
+        piece = piece_of(target.span, number, target.m, target.n)
+        w = load_tile(target.pointer, piece, spec.p_dtype, spec.aligned)
+        move = load_tile(pointer, piece, spec.o_dtype, spec.aligned) * scale
+        w = write_weights(target, w, move, piece, spec.p_dtype, spec.aligned)
+        total += tl.sum(w * w, axis=0)
+    return total
+
+
+@triton.jit
 def move_by_update(
     tables,
     results,
@@ -175,12 +190,10 @@ def move_by_update(
     inverse_scale = 1.0
     if SCALED:
         inverse_scale = 1.0 / tl.load(grad_scale)
-    orthogonal = spec.orthogonal and (flags & FLAG.ORTHOGONAL) != 0
     if spec.momentum:
         gain, share = tl.load(matrix.scalar + SCALAR.GAIN), tl.load(setting + SETTING.MIX)
         factor, mean = tl.load(matrix.scalar + SCALAR.FACTOR), tl.load(matrix.scalar + SCALAR.MEAN)
         stored = stored_momentum(entry, spec.store)
-        o_pointer = address_of(tables.pointers, entry, ADDRESS.ORTHOGONAL, spec.o_dtype)
         divisor = tl.maximum(mean, TINY)
     elif spec.general:
         divisor = row_divisor(entry, setting, matrix.k, results, flags)
@@ -200,23 +213,18 @@ def move_by_update(
         if dense:
             v = dense_variance(entry, setting, step.t, g, piece, spec.aligned)
             store_tile(tl.load(entry + COLUMN.COL_VAR), v, piece, tl.float32, spec.aligned)
-        if spec.momentum:  # the update once more, or the orthogonal direction
-            if orthogonal:
-                u = load_tile(o_pointer, piece, spec.o_dtype, spec.aligned)
+        if spec.momentum:  # the update once more
+            if dense:
+                u *= factor * tl.rsqrt(tl.maximum(v, floor))
             else:
-                if dense:
-                    u *= factor * tl.rsqrt(tl.maximum(v, floor))
-                else:
-                    row_roots = factor_roots(r_pointer, rows, r_end, divisor)
-                    u *= factor * inverse_roots(row_roots, col_roots, root_of_floor)
-                if spec.stored:
-                    momentum = decode_momentum(stored, piece, spec.store, spec.aligned)
-                    u = momentum * gain + share * u
+                row_roots = factor_roots(r_pointer, rows, r_end, divisor)
+                u *= factor * inverse_roots(row_roots, col_roots, root_of_floor)
+            if spec.stored:
+                momentum = decode_momentum(stored, piece, spec.store, spec.aligned)
+                u = momentum * gain + share * u
         move = tl.where(u > 0.0, size, tl.where(u < 0.0, -size, 0.0))  # (9)
         if spec.momentum:
-            if orthogonal:
-                move = u * step.scale
-            elif (flags & FLAG.SIGN) == 0:
+            if (flags & FLAG.SIGN) == 0:
                 move = u * step.scale
         elif dense:
             if spec.general:
