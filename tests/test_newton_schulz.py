@@ -86,7 +86,8 @@ def iterate(y: Tensor, dtype: torch.dtype) -> Tensor:
     norms = torch.linalg.vector_norm(y.double(), dim=(1, 2), keepdim=True)
     x = (y.double() / norms * norm).to(dtype)
     squares = [x.new_empty(matrices, form.short, form.short) for _ in range(form.squares)]
-    return fused.newton_schulz(x, torch.empty_like(x), squares, form, norm) / norm
+    result: Tensor = fused.newton_schulz(x, torch.empty_like(x), squares, form, norm)
+    return result / norm
 
 
 def exact(y: Tensor) -> Tensor:
@@ -191,7 +192,8 @@ def test_borrowed_bytes_are_those_of_the_step() -> None:
 @needs_gpu
 def test_borrowed_bytes_are_measured() -> None:
     """Peak memory of a step, but for cuBLAS's own workspace, is what was told."""
-    optimizer = steps_of(parameters([(512, 512)] * 6 + [(512, 1536)] * 3))
+    shapes: list[tuple[int, ...]] = [(512, 512)] * 6 + [(512, 1536)] * 3
+    optimizer = steps_of(parameters(shapes))
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -112,12 +112,17 @@ def tune(batch: int, short: int, long: int) -> Iterator[Record]:
         try:
             for name, (x, is_tall) in cases.items():
                 row[name] = timed_product(x, tuning, is_tall=is_tall)
-            weights = {"alpha": 2.0, "beta": -4.0, "gamma": 3.0, "added": square, "tuning": tuning}
-            row["polynomial_us"] = 1e6 * seconds(partial(symmetric, spare, square, square, **weights))
+            row["polynomial_us"] = 1e6 * seconds(partial(polynomial, spare, square, tuning))
         except Exception as error:  # of any kind: the next size may fit
             row["error"] = f"{type(error).__name__}: {error}"[:200]
         print(row, flush=True)
         yield row
+
+
+def polynomial(out: Tensor, square: Tensor, tuning: Tuning) -> Tensor:
+    """P of the iteration: a product to which two matrices are added."""
+    a, b, c = in_torch.COEFFICIENTS
+    return symmetric(out, square, square, alpha=c, beta=b, gamma=a, added=square, tuning=tuning)
 
 
 def gram(x: Tensor, *, is_tall: bool) -> Tensor:
@@ -236,13 +241,14 @@ def spread(m: int, n: int) -> Iterator[Record]:
 def singular_values(o: Tensor) -> Tensor:
     """From the eigenvalues of the smaller Gram matrix, which are faster; off by about 1e-8."""
     gram_matrix = o.mT @ o if o.shape[0] > o.shape[1] else o @ o.mT
-    return torch.linalg.eigvalsh(gram_matrix).clamp(min=0.0).sqrt()
+    values: Tensor = torch.linalg.eigvalsh(gram_matrix)
+    return values.clamp(min=0.0).sqrt()
 
 
 def exact_steps(y: Tensor) -> Tensor:
     """Five steps in float64; on CUDA `rule.newton_schulz` would round."""
     a, b, c = in_torch.COEFFICIENTS
-    x = y / y.norm()
+    x: Tensor = y / y.norm()
     x = x.mT if x.shape[0] > x.shape[1] else x
     for _ in range(5):
         square = x @ x.mT

@@ -9,6 +9,7 @@ import torch
 
 from maxfactor.backends.triton.kernels.descriptors import Partials, Results
 from maxfactor.backends.triton.kernels.layout import (
+    BatchSum,
     Extreme,
     GradientSum,
     Scalar,
@@ -24,9 +25,15 @@ if TYPE_CHECKING:
 
 
 class Buffers:
-    """The buffers of a plan, allocated once, but for the sign bits."""
+    """The buffers of a plan, allocated once, but for the sign bits.
 
-    def __init__(self, plan: LaunchPlan, status: StepStatus) -> None:
+    Args:
+        plan: The plan.
+        status: The counters.
+        batch_tiles: Most tiles of a batch of orthogonal matrices.
+    """
+
+    def __init__(self, plan: LaunchPlan, status: StepStatus, batch_tiles: int) -> None:
         self.device, sizes, tiles = status.device, plan.sizes, plan.tile_count
         with_momentum = tiles if any(group.with_momentum for group in plan.groups) else 0
         self.partials = Partials(
@@ -38,6 +45,7 @@ class Buffers:
             weight_squares=self._zeros(tiles),
             update_squares=self._zeros(plan.block_count),
             unsigned=self._zeros(tiles, dtype=torch.int8),
+            batch_sums=self._zeros(batch_tiles * Size.PARTS, len(BatchSum)),
         )
         tensors = len(plan.first_matrix)
         self.results = Results(
@@ -51,9 +59,8 @@ class Buffers:
             counters=status.counters,
         )
         signed = [group.other_tiles for group in plan.groups if not group.general]
-        signed_tiles = max(
-            (tiles.first + tiles.number for tiles in signed if tiles.number), default=0
-        )
+        ends = [tiles.first + tiles.number for tiles in signed if tiles.number]
+        signed_tiles = max(ends, default=0)
         self._sign_shape = (signed_tiles, Size.PIECE_ROWS * Size.COLUMNS)
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from maxfactor.backends.triton.kernels.directions import measure_directions, normalize
-from maxfactor.backends.triton.kernels.layout import FINALIZE_WARPS, TILE_WARPS
+from maxfactor.backends.triton.kernels.directions import (
+    add_parts_of_tiles,
+    measure_directions,
+    normalize,
+)
+from maxfactor.backends.triton.kernels.layout import FINALIZE_WARPS, TILE_WARPS, Size
 from maxfactor.backends.triton.kernels.maxima import maxima, rescale
 from maxfactor.backends.triton.kernels.momentum import with_momentum
 from maxfactor.backends.triton.kernels.statistics import finalize, statistics
 from maxfactor.backends.triton.kernels.weights import apply
-from maxfactor.backends.triton.plan import repeat_values
+from maxfactor.backends.triton.plan import ceil_div, repeat_values
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     from maxfactor.backends.triton.orthogonal import Batch
     from maxfactor.backends.triton.plan import LaunchGroup, LaunchPlan, TileRange
     from maxfactor.backends.triton.uploads import Uploads
+    from maxfactor.backends.triton.workspace import Formats
 
 # Newer versions of Triton fuse a product and a sum into one rounding only if asked to.
 FUSION = {"enable_fp_fusion": True}
@@ -42,9 +47,15 @@ class GroupLaunches:
     """The launches of one launch group."""
 
     def __init__(
-        self, group: LaunchGroup, spec: Spec, partials: Partials, results: Results, uploads: Uploads
+        self,
+        group: LaunchGroup,
+        formats: Formats,
+        partials: Partials,
+        results: Results,
+        uploads: Uploads,
     ) -> None:
-        self.group, self._spec = group, spec
+        self.group = group
+        self._spec, self._batch_spec = group.spec(formats), group.batch_spec(formats)
         self._partials, self._results = partials, results
         self._block_matrix = uploads.to_device(repeat_values(group.blocks), torch.int32)
 
@@ -56,13 +67,10 @@ class GroupLaunches:
             **TILE_OPTIONS,
         )  # fmt: skip
 
-    def direction(self, tables: Tables, signs: Tensor, scaling: Scaling, tiles: TileRange) -> None:
-        """Maxima of |U|, or the momentum of some tiles."""
+    def direction(self, tables: Tables, signs: Tensor, scaling: Scaling) -> None:
+        """Maxima of |U|, or the momentum, where the direction is not orthogonal."""
         if self.group.with_momentum:
-            with_momentum[(tiles.number,)](
-                tables, self._partials, self._results, signs, scaling.grad_scale,
-                tiles.first, SCALED=scaling.is_scaled, spec=self._spec, **options_of(tiles),
-            )  # fmt: skip
+            self._with_momentum(tables, signs, scaling, self.group.other_tiles, self._spec)
         else:
             maxima[(len(self._block_matrix),)](
                 tables, self._block_matrix, self._partials, self._results, scaling.grad_scale,
@@ -70,42 +78,68 @@ class GroupLaunches:
                 WIDTH=self.group.maxima_width, spec=self._spec, **TILE_OPTIONS,
             )  # fmt: skip
 
-    def normalize(self, tables: Tables, batch: Batch) -> None:
-        """Give y the norm and the dtype of the iteration."""
-        normalize[(batch.tiles.number,)](
+    def measure(self, tables: Tables, signs: Tensor, scaling: Scaling) -> None:
+        """Sums of squares of weights, where the direction is not orthogonal."""
+        self._apply(tables, signs, scaling, self.group.other_tiles, self._spec, measure=True)
+
+    def apply(self, tables: Tables, signs: Tensor, scaling: Scaling) -> None:
+        """Write the weights, where the direction is not orthogonal."""
+        self._apply(tables, signs, scaling, self.group.other_tiles, self._spec, measure=False)
+
+    # ----------------------------------------------------- a batch of orthogonal matrices
+
+    def begin_batch(self, tables: Tables, signs: Tensor, scaling: Scaling, batch: Batch) -> None:
+        """Write what is orthogonalised, with the norm and the dtype of the iteration."""
+        self._with_momentum(tables, signs, scaling, batch.tiles, self._batch_spec)
+        normalize[(batch.tiles.number * self._batch_spec.parts,)](
             tables, self._partials, self._results, batch.tiles.first, batch.shift, batch.norm,
-            spec=self._spec, **options_of(batch.tiles),
+            spec=self._batch_spec, **TILE_OPTIONS,
         )  # fmt: skip
 
-    def measure_directions(self, tables: Tables, tiles: TileRange) -> None:
-        """Sums of squares of orthogonal directions."""
-        measure_directions[(tiles.number,)](
-            tables, self._partials, tiles.first, spec=self._spec, **options_of(tiles)
+    def end_batch(self, tables: Tables, signs: Tensor, scaling: Scaling, batch: Batch) -> None:
+        """Write the weights, from the result of the iteration."""
+        measure_directions[(batch.tiles.number * self._batch_spec.parts,)](
+            tables, self._partials, batch.tiles.first, spec=self._batch_spec, **TILE_OPTIONS
         )
+        self._apply(tables, signs, scaling, batch.tiles, self._batch_spec, measure=False)
+        self._add_parts(batch.tiles, measure=False)
 
-    def measure(self, tables: Tables, signs: Tensor, scaling: Scaling) -> None:
-        """Sums of squares of all weights."""
-        for tiles in (self.group.other_tiles, self.group.orthogonal_tiles):
-            if tiles.number:
-                self._apply(tables, signs, scaling, tiles, measure=True)
+    def measure_batch(self, tables: Tables, signs: Tensor, scaling: Scaling, batch: Batch) -> None:
+        """Sums of squares of weights."""
+        self._apply(tables, signs, scaling, batch.tiles, self._batch_spec, measure=True)
+        self._add_parts(batch.tiles, measure=True)
 
-    def apply(self, tables: Tables, signs: Tensor, scaling: Scaling, tiles: TileRange) -> None:
-        """Write the weights of some tiles."""
-        self._apply(tables, signs, scaling, tiles, measure=False)
+    # ------------------------------------------------------------------------ single launches
+
+    def _with_momentum(
+        self, tables: Tables, signs: Tensor, scaling: Scaling, tiles: TileRange, spec: Spec
+    ) -> None:
+        with_momentum[(tiles.number * spec.parts,)](
+            tables, self._partials, self._results, signs, scaling.grad_scale,
+            tiles.first, SCALED=scaling.is_scaled, spec=spec, **TILE_OPTIONS,
+        )  # fmt: skip
 
     def _apply(
-        self, tables: Tables, signs: Tensor, scaling: Scaling, tiles: TileRange, *, measure: bool
+        self,
+        tables: Tables,
+        signs: Tensor,
+        scaling: Scaling,
+        tiles: TileRange,
+        spec: Spec,
+        *,
+        measure: bool,
     ) -> None:
-        apply[(tiles.number,)](
+        apply[(tiles.number * spec.parts,)](
             tables, self._partials, self._results, signs, scaling.grad_scale,
             tiles.first, int(measure), SCALED=scaling.is_scaled,
-            STAGES=self.group.apply_stages, spec=self._spec, **options_of(tiles),
+            STAGES=self.group.apply_stages, spec=spec, **TILE_OPTIONS,
         )  # fmt: skip
 
-
-def options_of(tiles: TileRange) -> dict[str, Any]:
-    """The options of a launch over some tiles."""
-    return {"num_warps": tiles.warps, **FUSION}
+    def _add_parts(self, tiles: TileRange, *, measure: bool) -> None:
+        add_parts_of_tiles[(ceil_div(tiles.number, Size.COLUMNS),)](
+            self._partials, self._results, tiles.first, tiles.number, int(measure),
+            PARTS=self._batch_spec.parts,
+        )  # fmt: skip
 
 
 def launch_finalize(tables: Tables, partials: Partials, results: Results, scaling: Scaling) -> None:

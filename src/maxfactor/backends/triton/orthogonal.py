@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from maxfactor.backends.triton.kernels.layout import BATCH_WARPS, Column, Flag
+from maxfactor.backends.triton.kernels.layout import Column, Flag
 from maxfactor.backends.triton.plan import TileRange
 from maxfactor.backends.triton.products import multiply, symmetric
 from maxfactor.backends.triton.workspace import (
@@ -69,6 +69,7 @@ class OrthogonalBatches:
         self.formats = ON_DEVICE if self.device.type == "cuda" else INTERPRETED
         self.batches = list(self._batches(params, keys, plan))
         self.borrowed_bytes = max((each.layout.nbytes for each in self.batches), default=0)
+        self.most_tiles = max((each.tiles.number for each in self.batches), default=0)
         self._buffer: Tensor | None = None
 
     def _batches(
@@ -86,9 +87,7 @@ class OrthogonalBatches:
                 yield Batch(
                     key,
                     owners=range(first, first + tensors),
-                    tiles=TileRange(
-                        row[Column.OWNER_TILE], tensors * row[Column.OWNER_TILES], BATCH_WARPS
-                    ),
+                    tiles=TileRange(row[Column.OWNER_TILE], tensors * row[Column.OWNER_TILES]),
                     layout=layout(m, n, each * tensors, self.formats.o),
                 )
                 first += tensors

@@ -15,8 +15,6 @@ from maxfactor.backends.triton.kernels.descriptors import Spec
 from maxfactor.backends.triton.kernels.layout import (
     APPLY_STAGES_GENERAL,
     APPLY_STAGES_SIGNED,
-    BATCH_WARPS,
-    TILE_WARPS,
     Column,
     Flag,
     Size,
@@ -55,7 +53,6 @@ class TileRange(NamedTuple):
 
     first: int
     number: int
-    warps: int  # of each; it decides the order of a sum, so it is always the same for a tile
 
 
 @dataclass
@@ -65,24 +62,17 @@ class LaunchGroup:
     key: LaunchKey
     general: bool  # some tensor needs more than signs and row maxima
     dense: bool = False  # some tensor has a full variance
-    orthogonal: bool = False  # some tensor has an orthogonal direction
     peaks: bool = False  # some update is divided by its maximum
     blocks: list[tuple[int, int]] = field(default_factory=list)  # (matrix, how many)
     block_count: int = 0
     first_tile: int = 0
     tiles: int = 0
-    last_tiles: int = 0  # those of tensors with an orthogonal direction
+    last_tiles: int = 0  # how many are of tensors with an orthogonal direction
 
     @property
     def other_tiles(self) -> TileRange:
         """The tiles of tensors without an orthogonal direction."""
-        return TileRange(self.first_tile, self.tiles - self.last_tiles, TILE_WARPS)
-
-    @property
-    def orthogonal_tiles(self) -> TileRange:
-        """The tiles of tensors with an orthogonal direction, which follow."""
-        first = self.first_tile + self.tiles - self.last_tiles
-        return TileRange(first, self.last_tiles, BATCH_WARPS)
+        return TileRange(self.first_tile, self.tiles - self.last_tiles)
 
     @property
     def with_momentum(self) -> bool:
@@ -104,8 +94,15 @@ class LaunchGroup:
         """Pieces that `apply` prefetches."""
         return APPLY_STAGES_GENERAL if self.general else APPLY_STAGES_SIGNED
 
+    def batch_spec(self, formats: Formats) -> Spec:
+        """What the kernels are compiled for in batches of orthogonal matrices."""
+        spec = self.spec(formats)
+        # Neither signs nor maxima are needed, and settings refuse a full variance.
+        spec = spec._replace(general=True, peaks=False, dense=False)
+        return spec._replace(orthogonal=True, parts=int(Size.PARTS))
+
     def spec(self, formats: Formats) -> Spec:
-        """What the kernels are compiled for."""
+        """What the kernels are compiled for, except in batches of orthogonal matrices."""
         return Spec(
             p_dtype=TRITON_DTYPES[self.key.param_dtype],
             g_dtype=TRITON_DTYPES[self.key.grad_dtype],
@@ -117,9 +114,10 @@ class LaunchGroup:
             general=self.general,
             momentum=self.with_momentum,
             dense=self.dense,
-            orthogonal=self.orthogonal,
+            orthogonal=False,
             peaks=self.peaks,
             direct=self.key.direct,
+            parts=1,
         )
 
 
@@ -209,7 +207,6 @@ class LaunchPlan:
             self._groups[key] = LaunchGroup(key, general, first_tile=self.tile_count)
         group = self._groups[key]
         group.dense |= bool(flags & Flag.DENSE)
-        group.orthogonal |= bool(flags & Flag.ORTHOGONAL)
         group.peaks |= not flags & (Flag.FACTORED | Flag.ORTHOGONAL)
         return group
 

@@ -27,12 +27,13 @@ from maxfactor.backends.triton.uploads import Uploads, is_capturing, on_device
 from maxfactor.distributed.reductions import process_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
     from maxfactor.backends.step_io import GroupStep, StepInput
     from maxfactor.backends.triton.inputs import Seen
+    from maxfactor.backends.triton.orthogonal import Batch
 
 
 class FusedStep:
@@ -71,18 +72,17 @@ class FusedStep:
         self.owners = self._inputs.owners  # the optimizer's parameters, in the kernels' order
         names = [each.name for each in ordered]
         self.status = StepStatus(names, self._device, status, waits=bool(ranks))
-        self._buffers = buffers = Buffers(plan, self.status)
+        self._orthogonal = OrthogonalBatches(params, keys, plan)
+        self._buffers = buffers = Buffers(plan, self.status, self._orthogonal.most_tiles)
         self._totals: LocalTotals | RankTotals = LocalTotals(plan, buffers)
         if ranks:
             self._totals = RankTotals(step_io, order, plan, buffers, uploads, ranks)
-        self._orthogonal = OrthogonalBatches(params, keys, plan)
         self._addresses: list[int] = []
         self._tables = self._upload(plan)
         results = self._totals.results
+        formats = self._orthogonal.formats
         self._launches = [
-            GroupLaunches(
-                group, group.spec(self._orthogonal.formats), buffers.partials, results, uploads
-            )
+            GroupLaunches(group, formats, buffers.partials, results, uploads)
             for group in plan.groups
         ]
         # If there is no GradScaler.
@@ -172,30 +172,31 @@ class FusedStep:
     def _launch(self, scaling: Scaling, *, check: bool, measure: bool) -> None:
         """The launches of one step, in their order."""
         tables, signs = self._tables, self._buffers.sign_bits()
-        for group in self._launches:
-            if measure:
+        # Groups with tensors whose direction is not orthogonal; the batches have the others.
+        some = [group for group in self._launches if group.group.other_tiles.number]
+        if measure:
+            for group in some:
                 group.measure(tables, signs, scaling)
+            for group, batch in self._batches():
+                group.measure_batch(tables, signs, scaling, batch)
+        for group in self._launches:
             group.statistics(tables, signs, scaling, check=check)
         self._totals.finalize(tables, scaling)
-        self._launch_orthogonal(signs, scaling)
-        others = [group for group in self._launches if group.group.other_tiles.number]
-        for group in others:
-            group.direction(tables, signs, scaling, group.group.other_tiles)
-        self._totals.rescale(tables)
-        for group in others:
-            if not group.group.key.direct:
-                group.apply(tables, signs, scaling, group.group.other_tiles)
-
-    def _launch_orthogonal(self, signs: Tensor, scaling: Scaling) -> None:
-        """Filter, iterate and apply the orthogonal matrices, batch by batch in the same memory."""
-        tables, group_of = self._tables, {each.group.key: each for each in self._launches}
-        for batch in self._orthogonal.batches:
-            group = group_of[batch.key]
-            group.direction(tables, signs, scaling, batch.tiles)
-            group.normalize(tables, batch)
+        for group, batch in self._batches():  # in the same memory, one after the other
+            group.begin_batch(tables, signs, scaling, batch)
             self._orthogonal.iterate(batch)
-            group.measure_directions(tables, batch.tiles)
-            group.apply(tables, signs, scaling, batch.tiles)
+            group.end_batch(tables, signs, scaling, batch)
+        for group in some:
+            group.direction(tables, signs, scaling)
+        self._totals.rescale(tables)
+        for group in some:
+            if not group.group.key.direct:
+                group.apply(tables, signs, scaling)
+
+    def _batches(self) -> Iterator[tuple[GroupLaunches, Batch]]:
+        """The batches of orthogonal matrices, each with the launches of its group."""
+        by_key = {each.group.key: each for each in self._launches}
+        return ((by_key[batch.key], batch) for batch in self._orthogonal.batches)
 
 
 def make_step(

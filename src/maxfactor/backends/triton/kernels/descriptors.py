@@ -37,6 +37,7 @@ class Partials(NamedTuple):
     weight_squares: Tensor  # (tiles,) float32: W² after the last step
     update_squares: Tensor  # (blocks,) float32: U² before it is normalised
     unsigned: Tensor  # (tiles,) int8: 1 where the packed signs cannot be used
+    batch_sums: Tensor  # (tiles of a batch * parts, BatchSum) float32
 
 
 class Results(NamedTuple):
@@ -92,9 +93,10 @@ class Spec(NamedTuple):
     general: bool  # some tensor needs more than signs and row maxima
     momentum: bool  # there is momentum, or an orthogonal direction
     dense: bool  # some tensor has a full variance
-    orthogonal: bool  # some tensor has an orthogonal direction
+    orthogonal: bool  # this is a batch of orthogonal matrices
     peaks: bool  # some update is divided by its maximum
     direct: bool  # W moves by y as it is, so `with_momentum` writes it
+    parts: int  # programs that share a tile; several in a batch
 
     @property
     def signed(self) -> bool:

@@ -35,6 +35,7 @@ class Size(IntEnum):
     COLUMNS = 64 if INTERPRETED else 256
     PIECE_ROWS = 4
     PIECES = 4 if INTERPRETED else 32
+    PARTS = 2 if INTERPRETED else 4  # of a tile in a batch, whose launches have few tiles
     TILE_ROWS = PIECE_ROWS * PIECES
     CHUNK = COLUMNS
     PARTS_AT_ONCE = 8  # partial sums that `finalize` adds at a time
@@ -48,7 +49,6 @@ class Size(IntEnum):
 
 # One warp per tile: sums over a row stay within the warp, sums over a column within a thread.
 TILE_WARPS, FINALIZE_WARPS = 1, 2
-BATCH_WARPS = 4  # of a tile in a batch of orthogonal matrices, whose launches have few tiles
 # Pieces that are prefetched from memory.
 STATISTICS_STAGES = tl.constexpr(4)
 MAXIMA_STAGES = tl.constexpr(3)
@@ -203,12 +203,21 @@ class GradientSum(FromZero):
 class UpdateSum(FromZero):
     """Sums of a tile that `with_momentum` writes: x M, x², y².
 
-    For orthogonal directions the last is (y * RANGE)², and from `measure_directions` on O².
+    Those of orthogonal matrices are first in `BatchSum`.
     """
 
     XM = auto()
     XX = auto()
     YY = auto()
+
+
+class BatchSum(FromZero):
+    """Sums of a part of a tile, of a batch of orthogonal matrices."""
+
+    XM = auto()
+    XX = auto()
+    SQUARES = auto()  # (y * RANGE)², and from `measure_directions` on O²
+    WEIGHTS = auto()  # W²
 
 
 class RowSum(FromZero):
@@ -288,6 +297,7 @@ SETTING = DeviceEnum(Setting)
 SCALAR = DeviceEnum(Scalar)
 GRADIENT_SUM = DeviceEnum(GradientSum)
 UPDATE_SUM = DeviceEnum(UpdateSum)
+BATCH_SUM = DeviceEnum(BatchSum)
 ROW_SUM = DeviceEnum(RowSum)
 EXTREME = DeviceEnum(Extreme)
 BAND_SUM = DeviceEnum(BandSum)

@@ -9,6 +9,7 @@ from maxfactor.backends.triton.kernels.descriptors import MatrixEntry, Noise, St
 from maxfactor.backends.triton.kernels.directions import inverse_rms
 from maxfactor.backends.triton.kernels.layout import (
     ADDRESS,
+    BATCH_SUM,
     COLUMN,
     COLUMNS,
     COUNTER,
@@ -24,6 +25,7 @@ from maxfactor.backends.triton.kernels.tiles import (
     address_of,
     inverse_root,
     load_tile,
+    part_of,
     piece_of,
     sign_places,
     span_of,
@@ -59,7 +61,7 @@ def apply(
 
     Args:
         tables: `Tables`.
-        partials: `Partials`; writes `weight_squares`.
+        partials: `Partials`; writes `weight_squares` or, in a batch, `batch_sums`.
         results: `Results`; reads maxima and `scalars`.
         sign_bits: (tiles, PIECE_ROWS * COLUMNS) int32.
         grad_scale: (1,) float32 by which G was multiplied, if SCALED.
@@ -74,7 +76,7 @@ def apply(
             tl.store(results.counters + COUNTER.SEEN, 0)  # for the next step; this has SKIP
         if tl.load(results.counters + COUNTER.SKIP) != 0:
             return
-    tile = first_tile + tl.program_id(0)
+    tile = first_tile + tl.program_id(0) // spec.parts
     k = tl.load(tables.tile_matrix + tile).to(tl.int64)
     entry = tables.matrices + k * COLUMN.COUNT
     group = tl.load(entry + COLUMN.GROUP)
@@ -84,6 +86,8 @@ def apply(
     m = tl.load(entry + COLUMN.ROWS)
     n = tl.load(entry + COLUMN.COLS)
     span = span_of(entry, tile, m)
+    if spec.orthogonal:
+        span = part_of(span, tl.program_id(0) % spec.parts, spec.parts)
     scalar = results.scalars + owner * SCALAR.COUNT
     keep = tl.load(scalar + SCALAR.KEEP)
     alpha = tl.load(scalar + SCALAR.ALPHA)
@@ -100,16 +104,15 @@ def apply(
     if not spec.momentum:  # which negates G itself, as M keeps it
         if (flags & FLAG.MAXIMIZE) != 0:
             scale = -scale
-    orthogonal = spec.orthogonal and (flags & FLAG.ORTHOGONAL) != 0
     by_signs = False
     if spec.signed:
         dense = spec.dense and (flags & FLAG.DENSE) != 0
         by_signs = (dense == 0) & (tl.load(partials.unsigned + tile) == 0)
     if measure != 0:
         total = measure_weights(target, STAGES, spec)
-    elif orthogonal:
+    elif spec.orthogonal:
         pointer = address_of(tables.pointers, entry, ADDRESS.ORTHOGONAL, spec.o_dtype)
-        scale = alpha * inverse_rms(entry, partials.update_sums, m, n)
+        scale = alpha * inverse_rms(entry, partials.batch_sums, first_tile, m, n, spec.parts)
         total = move_by_direction(target, pointer, scale, STAGES, spec)
     elif by_signs:
         signs = tl.load(sign_places(sign_bits, tile)).to(tl.uint32, bitcast=True)
@@ -120,7 +123,11 @@ def apply(
         total = move_by_update(
             tables, results, matrix, target, size, place, grad_scale, SCALED, STAGES, spec
         )
-    tl.store(partials.weight_squares + tile, tl.sum(total, axis=0))
+    if spec.orthogonal:
+        sums = partials.batch_sums + tl.program_id(0) * BATCH_SUM.COUNT
+        tl.store(sums + BATCH_SUM.WEIGHTS, tl.sum(total, axis=0))
+    else:
+        tl.store(partials.weight_squares + tile, tl.sum(total, axis=0))
     if (tile == tl.load(entry + COLUMN.OWNER_TILE)) & (measure == 0):
         tl.store(tl.load(entry + COLUMN.STEP).to(tl.pointer_type(tl.float32)), t)
 
