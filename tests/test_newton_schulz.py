@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -150,7 +151,7 @@ def steps_of(params: list[Tensor], steps: int = 2) -> MaxFactor:
     return optimizer
 
 
-def parameters(shapes: list[tuple[int, ...]]) -> list[Tensor]:
+def parameters(shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     return [
         torch.nn.Parameter(random(*shape, dtype=torch.float32, seed=100 + i))
         for i, shape in enumerate(shapes)
@@ -192,8 +193,7 @@ def test_borrowed_bytes_are_those_of_the_step() -> None:
 @needs_gpu
 def test_borrowed_bytes_are_measured() -> None:
     """Peak memory of a step, but for cuBLAS's own workspace, is what was told."""
-    shapes: list[tuple[int, ...]] = [(512, 512)] * 6 + [(512, 1536)] * 3
-    optimizer = steps_of(parameters(shapes))
+    optimizer = steps_of(parameters([(512, 512)] * 6 + [(512, 1536)] * 3))
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -75,7 +75,7 @@ def seconds(call: Callable[[], object], calls: int = 4) -> float:
             times.append(time.perf_counter() - begun)
             continue
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(2_000_000)
+        torch.cuda._sleep(calls * 10_000_000)  # 5 ms for each
         start.record()
         for _ in range(calls):
             call()

@@ -93,9 +93,10 @@ def symmetric(
     operands: list[Any] = [out, left, right, out if added is None else added]
     if by_descriptor:
         rows, cols, k = tile
-        square = [rows, cols]
-        sides = ([k, rows], [k, cols]) if is_tall else ([rows, k], [cols, k])
-        operands = [*map(blocks_of, operands, (square, *sides, square))]
+        part = [k, rows] if is_tall else [rows, k]
+        operands[:2] = blocks_of(out, [rows, cols]), blocks_of(left, part)
+        operands[2] = operands[1] if right is left else blocks_of(right, part)
+        operands[3] = operands[0] if added is None else blocks_of(added, [rows, cols])
     symmetric_product[(tiles_of(n, tile) * batch,)](
         *operands, alpha, n, depth, form=form, tile=tile, num_warps=warps, num_stages=stages
     )
