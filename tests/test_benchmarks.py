@@ -41,7 +41,7 @@ from studies.summary import (
     usable_range,
 )
 from studies.training import Training, perform, prepare_speech
-from timing import gpu_busy, training_step
+from timing import gpu_busy, newton_schulz, training_step
 
 
 @pytest.fixture(autouse=True)
@@ -512,6 +512,17 @@ def test_the_loss_reads_nothing_on_the_host(tmp_path: Path) -> None:
     on_meta = [x.to("meta") for x in (data.features, data.labels)]
     model.to("meta")  # type: ignore[arg-type]  # mistaken by a decorator's types
     loss_of(model, *on_meta).backward()
+
+
+def test_newton_schulz(tmp_path: Path) -> None:
+    """All parts are measured; in the interpreter only the digits mean something."""
+    newton_schulz.main(["--quick", "--out", str(tmp_path / "found.json")])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert not any("error" in row for row in found["tiles"])
+    assert found["total"]["tflop"] == pytest.approx(
+        sum(row["tflop"] for row in found["iteration"]), rel=1e-12
+    )
+    assert max(row["ours_error"] for row in found["spread"]) < 1e-4
 
 
 def test_the_readme_names_every_result_and_picture() -> None:

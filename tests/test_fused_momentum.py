@@ -194,7 +194,7 @@ def test_recipes(recipe: Any) -> None:
                 param.grad = torch.randn(param.shape, generator=generator).to(DEVICE)
             optimizer.step()
         models.append(model)
-    # On a GPU the iteration of the orthogonal direction is in bfloat16 for both.
+    # On a GPU the orthogonal direction is iterated in float16, by torch operations in bfloat16.
     tolerance = 1e-5 if DEVICE == "cpu" else 1e-3
     for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)

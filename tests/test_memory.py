@@ -137,7 +137,9 @@ def test_released_gradients_and_borrowed_buffers() -> None:
     assert released.gradients == 8 * layer
     assert released.state == usual.state
     assert released.weights == usual.weights
-    assert 8 * layer < released.borrowed <= usual.borrowed
+    # A batch of matrices, whoever is stepped together, and small buffers of each window's plan.
+    assert 8 * layer < usual.borrowed < 350e6
+    assert released.borrowed == pytest.approx(usual.borrowed, rel=0.02)
 
 
 def test_released_gradients_of_a_chain() -> None:

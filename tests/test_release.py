@@ -215,12 +215,13 @@ def kernels(own: list[StepInput], idle: list[StepInput]) -> dict[Any, Any]:
     """The kernels that a plan chooses, by launch key."""
     from maxfactor.backends.triton.local_parameters import local_parameter
     from maxfactor.backends.triton.plan import LaunchPlan, keys_of
+    from maxfactor.backends.triton.workspace import ON_DEVICE
 
     params, others = ([local_parameter(each) for each in inputs] for inputs in (own, idle))
     keys = keys_of([*params, *others])
     pairs = list(zip(keys[len(params) :], others, strict=True))
     plan = LaunchPlan(params, keys[: len(params)], [0] * 9, pairs)
-    return {group.key: group.spec(torch.bfloat16) for group in plan.groups}
+    return {group.key: group.spec(ON_DEVICE) for group in plan.groups}
 
 
 @pytest.mark.parametrize("recipe", ["quality", "published-0.3"])

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from maxfactor.backends.dispatch import Backend
+    from maxfactor.backends.triton.inputs import Seen
     from maxfactor.backends.triton.step import FusedStep
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -185,8 +186,8 @@ class FactoredOptimizer(Optimizer):
         groups = self._groups()
         flat = [param for group in self.param_groups for param in group["params"]]
         runner = self._runner(WHOLE)
-        if runner.fits(flat, groups, self.state):
-            self._launch(runner, groups)
+        if (seen := runner.fits(flat, groups, self.state)) is not None:
+            self._launch(runner, groups, seen)
             return
         members = self.members()
         inputs = self._inputs(groups, members)
@@ -228,8 +229,8 @@ class FactoredOptimizer(Optimizer):
         with torch.no_grad(), _full_precision():
             groups, flat = self._groups(), [each.param for each in members]
             runner = self._runner(members[0].window)
-            if runner.fits(flat, groups, self.state):
-                self._launch(runner, groups)
+            if (seen := runner.fits(flat, groups, self.state)) is not None:
+                self._launch(runner, groups, seen)
             else:
                 inputs = self._inputs(groups, members)
                 self._run(runner, inputs, flat, self.members(), backend)
@@ -319,10 +320,10 @@ class FactoredOptimizer(Optimizer):
                 self.state[each.param] = init_state(each.param, each.rule, step_on_device=on_device)
             each.state = self.state[each.param]
 
-    def _launch(self, runner: Runner, groups: list[GroupStep]) -> None:
+    def _launch(self, runner: Runner, groups: list[GroupStep], seen: Seen | None = None) -> None:
         """Launch a fused step."""
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        runner.run_fused(groups, self._execution, scale, found)  # both set by GradScaler
+        runner.run_fused(groups, self._execution, scale, found, seen)  # both set by GradScaler
 
     @property
     def _fused(self) -> FusedStep | None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from maxfactor.backends.step_io import GroupStep, StepInput
+    from maxfactor.backends.triton.inputs import Seen
     from maxfactor.backends.triton.step import FusedStep
     from maxfactor.settings import Execution
 
@@ -29,9 +30,9 @@ class Runner:
 
     def fits(
         self, flat: Sequence[Tensor], groups: Sequence[GroupStep], states: Mapping[Tensor, object]
-    ) -> bool:
-        """Whether there is a fused plan for these parameters, states and rules."""
-        return self.fused is not None and self.fused.fits(flat, groups, states)
+    ) -> Seen | None:
+        """What a fused plan found of these parameters and states; None if it does not fit."""
+        return None if self.fused is None else self.fused.fits(flat, groups, states)
 
     def plan(
         self,
@@ -61,11 +62,16 @@ class Runner:
         execution: Execution,
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
+        seen: Seen | None,
     ) -> None:
         """Launch a step; the device decides whether to skip it, and counts."""
         assert self.fused is not None
         self._result = self.fused.step(
-            groups, nonfinite=execution.nonfinite, grad_scale=grad_scale, found_inf=found_inf
+            groups,
+            nonfinite=execution.nonfinite,
+            seen=seen,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
         )
         self._stepped = self.fused.owners
 

@@ -8,6 +8,9 @@ For a wide matrix the last three steps are merged: A becomes P A P after a step,
 follow from A alone, and X is multiplied only once. The first two steps raise the small singular
 values. A holds their squares, which bfloat16 would lose, so these steps are not merged.
 
+The fused backend has the same iteration with fewer multiplications: see `backends.triton.workspace`
+for how it merges steps.
+
 References:
     Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024: coefficients.
     Bjorck and Bowie, "An iterative algorithm for computing the best estimate of an orthogonal

@@ -6,7 +6,7 @@
 - `local_parameters`, `plan`: which matrices and tiles there are, and who shares a launch;
 - `group_tables`, `buffers`, `inputs`, `status`: what is on the device, each with its owner;
 - `launches`: the launches, with their arguments;
-- `orthogonal`: the orthogonal direction, between two launches;
+- `orthogonal`, `products`, `workspace`: orthogonal directions, and the memory they borrow;
 - `rank_totals`, `rank_messages`, `messages`: sums and maxima over ranks, for sharded parameters;
 - `kernels`: the kernels.
 """

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from maxfactor.backends.triton.buffers import Buffers
 from maxfactor.backends.triton.local_parameters import local_parameter
-from maxfactor.backends.triton.orthogonal import OrthogonalBuffer
-from maxfactor.backends.triton.plan import LaunchPlan, keys_of
+from maxfactor.backends.triton.orthogonal import OrthogonalBatches
+from maxfactor.backends.triton.plan import LaunchPlan, keys_of, launch_order
 from maxfactor.backends.triton.status import StepStatus
+from maxfactor.backends.triton.workspace import ON_DEVICE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,12 +25,13 @@ def borrowed_bytes(inputs: Sequence[StepInput]) -> tuple[int, int]:
     """
     params = [local_parameter(each) for each in inputs]
     keys = keys_of(params)
-    order = sorted(range(len(params)), key=lambda index: (str(keys[index]), index))
+    order = launch_order(params, keys)
     params, keys = [params[i] for i in order], [keys[i] for i in order]
     plan = LaunchPlan(params, keys, [0] * (1 + max(each.group for each in params)))
     status = StepStatus([each.name for each in inputs], params[0].param.device)
-    buffers = Buffers(plan, status)
+    orthogonal = OrthogonalBatches(params, keys, plan, ON_DEVICE)
+    buffers = Buffers(plan, status, orthogonal.most_tiles)
     kept = sum(tensor.nbytes for tensor in (*buffers.partials, *buffers.results))
     tables = 8 * sum(map(len, plan.matrices)) + 12 * len(plan.tasks)  # int64, three int32
     tables += 4 * (plan.tile_count + sum(group.block_count for group in plan.groups))
-    return kept + tables, buffers.sign_bits().nbytes + OrthogonalBuffer(params).borrowed_bytes
+    return kept + tables, buffers.sign_bytes + orthogonal.borrowed_bytes

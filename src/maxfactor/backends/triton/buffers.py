@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
 from maxfactor.backends.triton.kernels.descriptors import Partials, Results
 from maxfactor.backends.triton.kernels.layout import (
+    BatchSum,
     Extreme,
     GradientSum,
     Scalar,
@@ -23,9 +25,15 @@ if TYPE_CHECKING:
 
 
 class Buffers:
-    """The buffers of a plan, allocated once, but for the sign bits."""
+    """The buffers of a plan, allocated once, but for the sign bits.
 
-    def __init__(self, plan: LaunchPlan, status: StepStatus) -> None:
+    Args:
+        plan: The plan.
+        status: The counters.
+        batch_tiles: Most tiles of a batch of orthogonal matrices.
+    """
+
+    def __init__(self, plan: LaunchPlan, status: StepStatus, batch_tiles: int) -> None:
         self.device, sizes, tiles = status.device, plan.sizes, plan.tile_count
         with_momentum = tiles if any(group.with_momentum for group in plan.groups) else 0
         self.partials = Partials(
@@ -37,6 +45,7 @@ class Buffers:
             weight_squares=self._zeros(tiles),
             update_squares=self._zeros(plan.block_count),
             unsigned=self._zeros(tiles, dtype=torch.int8),
+            batch_sums=self._zeros(batch_tiles * Size.PARTS, len(BatchSum)),
         )
         tensors = len(plan.first_matrix)
         self.results = Results(
@@ -49,11 +58,18 @@ class Buffers:
             nonfinite=status.nonfinite_marks,
             counters=status.counters,
         )
-        words = Size.PIECE_ROWS * Size.COLUMNS if not all(g.general for g in plan.groups) else 0
-        self._sign_shape = (tiles, words)
+        signed = [group.other_tiles for group in plan.groups if not group.general]
+        ends = [tiles.first + tiles.number for tiles in signed if tiles.number]
+        signed_tiles = max(ends, default=0)
+        self._sign_shape = (signed_tiles, Size.PIECE_ROWS * Size.COLUMNS)
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    @property
+    def sign_bytes(self) -> int:
+        """The size of `sign_bits`."""
+        return 4 * math.prod(self._sign_shape)
 
     def sign_bits(self) -> Tensor:
         """One bit per element, only for the time of a step: (tiles, words) int32."""

@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 
 # Asked of every tensor in every step; `map` with these is several times faster than a loop.
 GRAD, DTYPE, LAYOUT, VERSION = map(operator.attrgetter, ("grad", "dtype", "layout", "_version"))
+AT = Tensor.data_ptr
 STRIDED = {torch.strided}
+
+
+class Seen(NamedTuple):
+    """The local tensors of one step as `fit` found them, and where they are."""
+
+    params: list[Tensor]
+    grads: list[Tensor]  # placed as they are
+    params_at: list[int]
+    grads_at: list[int]
 
 
 class Gathered(NamedTuple):
@@ -51,6 +61,7 @@ class Inputs:
     ) -> None:
         self.owners = [each.param for each in step_io]  # the optimizer's parameters
         self.states = [each.state for each in step_io]
+        self._owner_ids = list(map(id, self.owners))
         self._state_tensors = list(chain.from_iterable(map(dict.values, self.states)))
         self._flat = list(flat)
         active = {id(param) for param in self.owners}
@@ -67,62 +78,82 @@ class Inputs:
             for i, param in enumerate(local)
             if not param.is_contiguous()
         }
-        self._found: list[int] = []  # where W and G were in the last step
+        # Where W, G and the directions were in the last step, and the table of them.
+        self._found: tuple[list[int], ...] = ([], [], [])
+        self._addresses: list[int] = []
+        self._has_copies = False  # the table has addresses of copies
         self._versions: list[int] = []  # of parameters after the last step
 
-    def fit(self, flat: Sequence[Tensor], states: Mapping[Tensor, object]) -> bool:
-        """Whether tensors and states are those that the plan was made for; changes nothing."""
+    def fit(self, flat: Sequence[Tensor], states: Mapping[Tensor, object]) -> Seen | None:
+        """What is there, if tensors and states are those of the plan; changes nothing."""
         tensors = chain.from_iterable(map(dict.values, self.states))
+        # By the identity of parameters, because the hash of a tensor is slow.
+        by_id = dict(zip(map(id, states), states.values(), strict=True))
         if (
             len(flat) != len(self._flat)
             or not all(map(operator.is_, flat, self._flat))
-            or not all(map(operator.is_, map(states.get, self.owners), self.states))
+            or not all(map(operator.is_, map(by_id.get, self._owner_ids), self.states))
             or not all(map(operator.is_, tensors, self._state_tensors))
             or any(param.grad is not None for param in self._idle)
         ):
-            return False
+            return None
         return self._grads_fit(list(map(GRAD, self.owners)))
 
-    def _grads_fit(self, grads: list[Any]) -> bool:
-        """Whether gradients have the dtypes of the plan, and all addresses its alignment."""
+    def _grads_fit(self, grads: list[Any]) -> Seen | None:
+        """What is there, if gradients have the plan's dtypes and all addresses its alignment."""
         if any(map(operator.is_, grads, repeat(None))) or set(map(LAYOUT, grads)) != STRIDED:
-            return False
+            return None
         if list(map(DTYPE, grads)) != self._grad_dtypes:
-            return False
+            return None
         if self._has_shards and list(map(type, grads)) != self._grad_types:
-            return False
-        params = self._local(self.owners)
-        found = list(map(Tensor.data_ptr, chain(params, self._local(grads))))
-        if found == self._found:
-            return True
+            return None
+        seen = self.look(grads)
+        if (seen.params_at, seen.grads_at) == self._found[:2]:
+            return seen
         # Tensors moved: they must still be laid out as the plan expects.
-        aligned = zip(self._aligned * 2, found, strict=True)
-        return not any(fit and at & 15 for fit, at in aligned) and layouts(params) == self._layouts
+        for places in (seen.params_at, seen.grads_at):
+            if any(fit and at & 15 for fit, at in zip(self._aligned, places, strict=True)):
+                return None
+        return seen if layouts(seen.params) == self._layouts else None
+
+    def look(self, grads: list[Tensor] | None = None) -> Seen:
+        """Find the local tensors and where they are."""
+        params = self._local(self.owners)
+        here = self._local(list(map(GRAD, self.owners)) if grads is None else grads)
+        return Seen(params, here, list(map(AT, params)), list(map(AT, here)))
 
     def _local(self, tensors: list[Tensor]) -> list[Tensor]:
         """What this rank holds."""
         return list(map(local_tensor, tensors)) if self._has_shards else tensors
 
-    def gather(self, orthogonal: list[int]) -> Gathered:
-        """Collect the local tensors and their addresses; `orthogonal` are those of directions."""
-        params, grads = self._local(self.owners), list(map(GRAD, self.owners))
-        grads_here = self._local(grads)
-        params_at, grads_at = (list(map(Tensor.data_ptr, x)) for x in (params, grads_here))
-        self._found = params_at + grads_at
+    def gather(self, seen: Seen, orthogonal: list[int]) -> Gathered:
+        """Collect the tensors and their addresses; `orthogonal` are those of directions."""
+        params, grads, params_at, grads_at = seen
+        have_moved = (params_at, grads_at, orthogonal) != self._found
+        self._found = params_at, grads_at, orthogonal
         if self._has_shards:
-            grads_here = self._placed_as_owners(grads)
-            grads_at = list(map(Tensor.data_ptr, grads_here))
-        if not all(map(Tensor.is_contiguous, grads_here)):
-            grads_here = [grad.contiguous() for grad in grads_here]
-            grads_at = list(map(Tensor.data_ptr, grads_here))
+            grads = self._placed_as_owners(list(map(GRAD, self.owners)))
+        if not all(map(Tensor.is_contiguous, grads)):
+            grads = [grad.contiguous() for grad in grads]
+        if grads is not seen.grads:  # copies, which are elsewhere
+            grads_at, have_moved = list(map(AT, grads)), True
         for i, stand_in in self._stand_ins.items():
-            params_at[i] = stand_in.copy_(params[i]).data_ptr()
+            stand_in.copy_(params[i])
+        if have_moved or self._has_copies:
+            self._addresses = self._table(params_at, grads_at, orthogonal)
+        self._has_copies = grads is not seen.grads
+        return Gathered(params, grads, self._addresses)
+
+    def _table(self, params_at: list[int], grads_at: list[int], orthogonal: list[int]) -> list[int]:
+        """The rows of `Tables.pointers`, flat."""
         width = len(Address)
-        addresses = [0] * (width * len(params))
+        addresses = [0] * (width * len(params_at))
         addresses[Address.WEIGHT :: width] = params_at
         addresses[Address.GRAD :: width] = grads_at
         addresses[Address.ORTHOGONAL :: width] = orthogonal
-        return Gathered(params, grads_here, addresses)
+        for i, stand_in in self._stand_ins.items():
+            addresses[i * width + Address.WEIGHT] = stand_in.data_ptr()
+        return addresses
 
     def _placed_as_owners(self, grads: list[Tensor]) -> list[Tensor]:
         """What this rank holds of the gradients, each placed as its parameter."""

@@ -7,20 +7,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from maxfactor.backends.triton.kernels.layout import FINALIZE_WARPS, TILE_WARPS
+from maxfactor.backends.triton.kernels.directions import (
+    add_parts_of_tiles,
+    measure_directions,
+    normalize,
+)
+from maxfactor.backends.triton.kernels.layout import FINALIZE_WARPS, TILE_WARPS, Size
 from maxfactor.backends.triton.kernels.maxima import maxima, rescale
 from maxfactor.backends.triton.kernels.momentum import with_momentum
 from maxfactor.backends.triton.kernels.statistics import finalize, statistics
 from maxfactor.backends.triton.kernels.weights import apply
-from maxfactor.backends.triton.plan import repeat_values
+from maxfactor.backends.triton.plan import ceil_div, repeat_values
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from maxfactor.backends.triton.buffers import Buffers
     from maxfactor.backends.triton.kernels.descriptors import Partials, Results, Spec, Tables
-    from maxfactor.backends.triton.plan import LaunchGroup, LaunchPlan
+    from maxfactor.backends.triton.orthogonal import Batch
+    from maxfactor.backends.triton.plan import LaunchGroup, LaunchPlan, TileRange
     from maxfactor.backends.triton.uploads import Uploads
+    from maxfactor.backends.triton.workspace import Formats
 
 # Newer versions of Triton fuse a product and a sum into one rounding only if asked to.
 FUSION = {"enable_fp_fusion": True}
@@ -40,9 +47,15 @@ class GroupLaunches:
     """The launches of one launch group."""
 
     def __init__(
-        self, group: LaunchGroup, spec: Spec, partials: Partials, results: Results, uploads: Uploads
+        self,
+        group: LaunchGroup,
+        formats: Formats,
+        partials: Partials,
+        results: Results,
+        uploads: Uploads,
     ) -> None:
-        self.group, self._spec = group, spec
+        self.group = group
+        self._spec, self._batch_spec = group.spec(formats), group.batch_spec(formats)
         self._partials, self._results = partials, results
         self._block_matrix = uploads.to_device(repeat_values(group.blocks), torch.int32)
 
@@ -55,12 +68,9 @@ class GroupLaunches:
         )  # fmt: skip
 
     def direction(self, tables: Tables, signs: Tensor, scaling: Scaling) -> None:
-        """Maxima of |U|, or the momentum."""
+        """Maxima of |U|, or the momentum, where the direction is not orthogonal."""
         if self.group.with_momentum:
-            with_momentum[(self.group.tiles,)](
-                tables, self._partials, self._results, signs, scaling.grad_scale,
-                self.group.first_tile, SCALED=scaling.is_scaled, spec=self._spec, **TILE_OPTIONS,
-            )  # fmt: skip
+            self._with_momentum(tables, signs, scaling, self.group.other_tiles, self._spec)
         else:
             maxima[(len(self._block_matrix),)](
                 tables, self._block_matrix, self._partials, self._results, scaling.grad_scale,
@@ -68,12 +78,67 @@ class GroupLaunches:
                 WIDTH=self.group.maxima_width, spec=self._spec, **TILE_OPTIONS,
             )  # fmt: skip
 
-    def apply(self, tables: Tables, signs: Tensor, scaling: Scaling, *, measure: bool) -> None:
-        """Write the weights, or only measure them."""
-        apply[(self.group.tiles,)](
+    def measure(self, tables: Tables, signs: Tensor, scaling: Scaling) -> None:
+        """Sums of squares of weights, where the direction is not orthogonal."""
+        self._apply(tables, signs, scaling, self.group.other_tiles, self._spec, measure=True)
+
+    def apply(self, tables: Tables, signs: Tensor, scaling: Scaling) -> None:
+        """Write the weights, where the direction is not orthogonal."""
+        self._apply(tables, signs, scaling, self.group.other_tiles, self._spec, measure=False)
+
+    # ----------------------------------------------------- a batch of orthogonal matrices
+
+    def begin_batch(self, tables: Tables, signs: Tensor, scaling: Scaling, batch: Batch) -> None:
+        """Write what is orthogonalised, with the norm and the dtype of the iteration."""
+        self._with_momentum(tables, signs, scaling, batch.tiles, self._batch_spec)
+        normalize[(batch.tiles.number * self._batch_spec.parts,)](
+            tables, self._partials, self._results, batch.tiles.first, batch.shift, batch.norm,
+            spec=self._batch_spec, **TILE_OPTIONS,
+        )  # fmt: skip
+
+    def end_batch(self, tables: Tables, signs: Tensor, scaling: Scaling, batch: Batch) -> None:
+        """Write the weights, from the result of the iteration."""
+        measure_directions[(batch.tiles.number * self._batch_spec.parts,)](
+            tables, self._partials, batch.tiles.first, spec=self._batch_spec, **TILE_OPTIONS
+        )
+        self._apply(tables, signs, scaling, batch.tiles, self._batch_spec, measure=False)
+        self._add_parts(batch.tiles, measure=False)
+
+    def measure_batch(self, tables: Tables, signs: Tensor, scaling: Scaling, batch: Batch) -> None:
+        """Sums of squares of weights."""
+        self._apply(tables, signs, scaling, batch.tiles, self._batch_spec, measure=True)
+        self._add_parts(batch.tiles, measure=True)
+
+    # ------------------------------------------------------------------------ single launches
+
+    def _with_momentum(
+        self, tables: Tables, signs: Tensor, scaling: Scaling, tiles: TileRange, spec: Spec
+    ) -> None:
+        with_momentum[(tiles.number * spec.parts,)](
             tables, self._partials, self._results, signs, scaling.grad_scale,
-            self.group.first_tile, int(measure), SCALED=scaling.is_scaled,
-            STAGES=self.group.apply_stages, spec=self._spec, **TILE_OPTIONS,
+            tiles.first, SCALED=scaling.is_scaled, spec=spec, **TILE_OPTIONS,
+        )  # fmt: skip
+
+    def _apply(
+        self,
+        tables: Tables,
+        signs: Tensor,
+        scaling: Scaling,
+        tiles: TileRange,
+        spec: Spec,
+        *,
+        measure: bool,
+    ) -> None:
+        apply[(tiles.number * spec.parts,)](
+            tables, self._partials, self._results, signs, scaling.grad_scale,
+            tiles.first, int(measure), SCALED=scaling.is_scaled,
+            STAGES=self.group.apply_stages, spec=spec, **TILE_OPTIONS,
+        )  # fmt: skip
+
+    def _add_parts(self, tiles: TileRange, *, measure: bool) -> None:
+        add_parts_of_tiles[(ceil_div(tiles.number, Size.COLUMNS),)](
+            self._partials, self._results, tiles.first, tiles.number, int(measure),
+            PARTS=self._batch_spec.parts,
         )  # fmt: skip
 
 

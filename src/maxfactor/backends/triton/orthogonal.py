@@ -1,89 +1,194 @@
-"""The orthogonal direction between the launches of the kernels.
+"""The orthogonal direction: batches of matrices are filtered, iterated and applied in turn.
 
 Newton-Schulz iterations as in Jordan et al., "Muon: An optimizer for hidden layers in neural
 networks" (2024), https://kellerjordan.github.io/posts/muon/. The iteration is that of
-`maxfactor.rule.newton_schulz`.
+`maxfactor.rule.newton_schulz`, with half the multiplications where a product is symmetric.
 """
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
 
-from maxfactor.backends.triton.kernels.layout import Flag
-from maxfactor.rule.newton_schulz import orthogonalize_
+from maxfactor.backends.triton.kernels.layout import Column, Flag
+from maxfactor.backends.triton.plan import TileRange
+from maxfactor.backends.triton.products import multiply, symmetric
+from maxfactor.backends.triton.workspace import (
+    INTERPRETED,
+    ON_DEVICE,
+    Formats,
+    Layout,
+    batch_sizes,
+    layout,
+    norm_of,
+)
+from maxfactor.rule.newton_schulz import COEFFICIENTS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
 
     from maxfactor.backends.triton.local_parameters import LocalParameter
-
-BATCH_NUMEL = 1 << 26  # elements that are orthogonalised at a time
-GRAIN = 8  # elements: 16 bytes at least, on which the kernels expect aligned matrices to begin
+    from maxfactor.backends.triton.plan import LaunchKey, LaunchPlan
 
 
-class EqualMatrices(NamedTuple):
-    """Matrices of one shape, side by side in the buffer."""
+class Batch(NamedTuple):
+    """Tensors of one shape and one launch group, with tiles side by side."""
 
-    m: int
-    n: int
-    owners: list[int]  # the tensors they belong to
-    start: int  # position of the first element in the buffer
-
-
-class OrthogonalBuffer:
-    """The buffer of the orthogonal directions of a step, and their iteration.
-
-    `with_momentum` writes the matrices that are to be orthogonalised; `apply` reads the directions.
-    The memory is borrowed for the time of a step.
-    """
-
-    def __init__(self, params: Sequence[LocalParameter]) -> None:
-        self.device = params[0].param.device
-        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        owners_of: dict[tuple[int, int, int], list[int]] = {}  # by window, m and n
-        for owner, param in enumerate(params):
-            if param.param.numel() and param.flags & Flag.ORTHOGONAL:
-                m, n, _ = param.matrices[0]
-                owners_of.setdefault((param.window, m, n), []).append(owner)
-        self._shapes: list[EqualMatrices] = []
-        self._numel = 0
-        for (_, m, n), owners in owners_of.items():
-            self._shapes.append(EqualMatrices(m, n, owners, self._numel))
-            self._numel += -(-m * n * len(owners) // GRAIN) * GRAIN
-        self._buffer: Tensor | None = None
-
-    def allocate(self, tensors: int) -> list[int]:
-        """Allocate the buffer; return the address of each tensor's matrix, 0 without one."""
-        addresses = [0] * tensors
-        if not self._shapes:
-            return addresses
-        self._buffer = torch.empty(self._numel, dtype=self.dtype, device=self.device)
-        for m, n, owners, start in self._shapes:
-            for number, owner in enumerate(owners):
-                at = (start + number * m * n) * self._buffer.element_size()
-                addresses[owner] = self._buffer.data_ptr() + at
-        return addresses
-
-    def orthogonalize(self) -> None:
-        """Orthogonalise all matrices in the buffer, in batches of bounded size."""
-        for m, n, owners, start in self._shapes:
-            assert self._buffer is not None
-            matrices = self._buffer[start : start + m * n * len(owners)].view(-1, m, n)
-            for batch in matrices.split(max(1, BATCH_NUMEL // (m * n))):
-                orthogonalize_(batch)
+    key: LaunchKey
+    owners: range
+    tiles: TileRange
+    layout: Layout
 
     @property
-    def borrowed_bytes(self) -> int:
-        """What a step on a GPU borrows: the buffer, and the iteration's copies of one batch."""
-        batches = []
-        for m, n, owners, _ in self._shapes:
-            count, short = min(len(owners), max(1, BATCH_NUMEL // (m * n))), min(m, n)
-            batches.append(count * (2 * m * n + 3 * short * short))  # X twice; A, P, a product
-        return torch.bfloat16.itemsize * (self._numel + max(batches, default=0))
+    def shift(self) -> int:
+        """How many bytes behind y the iteration begins, so that it ends where y was."""
+        is_odd = len(self.layout.steps) % 2 == 1
+        return self.layout.matrix_space * self.layout.dtype.itemsize if is_odd else 0
+
+    @property
+    def norm(self) -> float:
+        """The norm that X has at first."""
+        return norm_of(self.layout.short)
+
+
+class OrthogonalBatches:
+    """The orthogonal matrices of a plan in batches, and the memory that one batch needs.
+
+    `with_momentum` writes the matrices y of a batch, `normalize` gives them the norm and dtype of
+    the iteration, and `apply` reads the directions from where y was. The next batch has the same
+    memory. It is borrowed for the time of a step.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[LocalParameter],
+        keys: Sequence[LaunchKey],
+        plan: LaunchPlan,
+        formats: Formats | None = None,
+    ) -> None:
+        self.device = params[0].param.device
+        self.formats = formats or (ON_DEVICE if self.device.type == "cuda" else INTERPRETED)
+        self.batches = list(self._batches(params, keys, plan))
+        self.borrowed_bytes = max((each.layout.nbytes for each in self.batches), default=0)
+        self.most_tiles = max((each.tiles.number for each in self.batches), default=0)
+        self._buffer: Tensor | None = None
+
+    def _batches(
+        self, params: Sequence[LocalParameter], keys: Sequence[LaunchKey], plan: LaunchPlan
+    ) -> Iterator[Batch]:
+        """Cut each run of tensors of one key and shape into batches."""
+        orthogonal = [owner for owner, param in enumerate(params) if is_orthogonal(param)]
+        # Within windows, so that batches are the same if windows are stepped one by one.
+        alike = groupby(
+            orthogonal,
+            lambda owner: (keys[owner], params[owner].window, shape_of(params[owner])),
+        )
+        for (key, _, (each, m, n)), run in alike:
+            owners = list(run)
+            assert owners == list(range(owners[0], owners[-1] + 1)), "the plan keeps them together"
+            first = owners[0]
+            for tensors in batch_sizes(m, n, len(owners), each, self.formats.o):
+                row = plan.matrices[plan.first_matrix[first]]
+                yield Batch(
+                    key,
+                    owners=range(first, first + tensors),
+                    tiles=TileRange(row[Column.OWNER_TILE], tensors * row[Column.OWNER_TILES]),
+                    layout=layout(m, n, each * tensors, self.formats.o),
+                )
+                first += tensors
+
+    def allocate(self, tensors: int) -> list[int]:
+        """Allocate the memory; return the address of each tensor's y, 0 without one."""
+        addresses = [0] * tensors
+        if not self.batches:
+            return addresses
+        itemsize = self.formats.o.itemsize
+        elements = self.borrowed_bytes // itemsize
+        self._buffer = torch.empty(elements, dtype=self.formats.o, device=self.device)
+        start = self._buffer.data_ptr()
+        for batch in self.batches:
+            size = batch.layout.matrices // len(batch.owners) * batch.layout.m * batch.layout.n
+            end = start + len(batch.owners) * size * itemsize
+            addresses[batch.owners.start : batch.owners.stop] = range(start, end, size * itemsize)
+        return addresses
+
+    def iterate(self, batch: Batch) -> None:
+        """Orthogonalise what `normalize` wrote; the result is where y was."""
+        assert self._buffer is not None
+        form = batch.layout
+        sizes = [form.matrix_space] * 2 + [form.square_space] * form.squares
+        used = self._buffer[: sum(sizes)].split(sizes)
+        o, other = (view_as(each, form.matrices, form.m, form.n) for each in used[:2])
+        squares = [view_as(each, form.matrices, form.short, form.short) for each in used[2:]]
+        x, spare = (other, o) if batch.shift else (o, other)
+        newton_schulz(x, spare, squares, form, batch.norm)
 
     def release(self) -> None:
         """Return the memory to torch."""
         self._buffer = None
+
+
+def is_orthogonal(param: LocalParameter) -> bool:
+    """Whether a tensor has an orthogonal direction here."""
+    return bool(param.param.numel() and param.flags & Flag.ORTHOGONAL)
+
+
+def shape_of(param: LocalParameter) -> tuple[int, int, int]:
+    """The number of matrices of a tensor, and their rows and columns."""
+    m, n, _ = param.matrices[0]
+    return len(param.matrices), m, n
+
+
+def view_as(flat: Tensor, count: int, m: int, n: int) -> Tensor:
+    """The first elements as matrices."""
+    return flat[: count * m * n].view(count, m, n)
+
+
+def newton_schulz(
+    x: Tensor, spare: Tensor, squares: Sequence[Tensor], form: Layout, norm: float
+) -> Tensor:
+    """Iterate matrices of a known norm; return the result, which is in `spare` or in `x`.
+
+    All memory is overwritten.
+
+    Args:
+        x: (batch, m, n).
+        spare: As `x`.
+        squares: `form.squares` matrices of the size of A.
+        form: The steps, and which side is the shorter.
+        norm: The Frobenius norm of each x.
+    """
+    for steps in form.steps:
+        # A = X Xᵀ / norm²
+        symmetric(squares[0], x, x, alpha=norm**-2, is_tall=form.is_tall)
+        factor = product_of_steps(squares, steps)
+        x, spare = multiply(spare, factor, x, is_tall=form.is_tall), x
+    return x
+
+
+def product_of_steps(squares: Sequence[Tensor], steps: int) -> Tensor:
+    """The product of the factors P of several steps from A, the first of `squares`."""
+    square = squares[0]
+    factor = product = polynomial(squares[1], square)
+    for _ in range(steps - 1):
+        spare = other_than(squares, square, factor, product)
+        symmetric(spare, square, factor)  # A P, which is P A
+        symmetric(square, spare, factor)  # P A P
+        factor = polynomial(spare, square)
+        product = symmetric(other_than(squares, square, factor, product), product, factor)
+    return product
+
+
+def polynomial(out: Tensor, square: Tensor) -> Tensor:
+    """P = aI + bA + cA²."""
+    a, b, c = COEFFICIENTS
+    return symmetric(out, square, square, alpha=c, beta=b, gamma=a, added=square)
+
+
+def other_than(tensors: Sequence[Tensor], *used: Tensor) -> Tensor:
+    """The first tensor that is not in use."""
+    return next(tensor for tensor in tensors if all(tensor is not other for other in used))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from maxfactor.backends.triton.local_parameters import LocalParameter, Matrix
+    from maxfactor.backends.triton.workspace import Formats
 
 STORES = {"int8": tl.int8, "bf16": tl.bfloat16, "fp32": tl.float32}
 TRITON_DTYPES = {
@@ -47,6 +48,13 @@ class LaunchKey(NamedTuple):
     direct: bool  # see `is_direct`
 
 
+class TileRange(NamedTuple):
+    """Tiles that a launch works on."""
+
+    first: int
+    number: int
+
+
 @dataclass
 class LaunchGroup:
     """Tensors that share their launches."""
@@ -54,12 +62,17 @@ class LaunchGroup:
     key: LaunchKey
     general: bool  # some tensor needs more than signs and row maxima
     dense: bool = False  # some tensor has a full variance
-    orthogonal: bool = False  # some tensor has an orthogonal direction
     peaks: bool = False  # some update is divided by its maximum
     blocks: list[tuple[int, int]] = field(default_factory=list)  # (matrix, how many)
     block_count: int = 0
     first_tile: int = 0
     tiles: int = 0
+    last_tiles: int = 0  # how many are of tensors with an orthogonal direction
+
+    @property
+    def other_tiles(self) -> TileRange:
+        """The tiles of tensors without an orthogonal direction."""
+        return TileRange(self.first_tile, self.tiles - self.last_tiles)
 
     @property
     def with_momentum(self) -> bool:
@@ -81,21 +94,30 @@ class LaunchGroup:
         """Pieces that `apply` prefetches."""
         return APPLY_STAGES_GENERAL if self.general else APPLY_STAGES_SIGNED
 
-    def spec(self, orthogonal_dtype: torch.dtype) -> Spec:
-        """What the kernels are compiled for."""
+    def batch_spec(self, formats: Formats) -> Spec:
+        """What the kernels are compiled for in batches of orthogonal matrices."""
+        spec = self.spec(formats)
+        # Neither signs nor maxima are needed, and settings refuse a full variance.
+        spec = spec._replace(general=True, peaks=False, dense=False)
+        return spec._replace(orthogonal=True, parts=int(Size.PARTS))
+
+    def spec(self, formats: Formats) -> Spec:
+        """What the kernels are compiled for, except in batches of orthogonal matrices."""
         return Spec(
             p_dtype=TRITON_DTYPES[self.key.param_dtype],
             g_dtype=TRITON_DTYPES[self.key.grad_dtype],
-            o_dtype=TRITON_DTYPES[orthogonal_dtype],
+            y_dtype=TRITON_DTYPES[formats.y],
+            o_dtype=TRITON_DTYPES[formats.o],
             store=STORES.get(self.key.store or "", tl.float32),
             stored=self.key.store in STORES,
             aligned=self.key.aligned,
             general=self.general,
             momentum=self.with_momentum,
             dense=self.dense,
-            orthogonal=self.orthogonal,
+            orthogonal=False,
             peaks=self.peaks,
             direct=self.key.direct,
+            parts=1,
         )
 
 
@@ -117,10 +139,10 @@ class BufferSizes:
 
 
 class LaunchPlan:
-    """Matrices, tiles and blocks of a list of parameters, sorted by launch key.
+    """Matrices, tiles and blocks of a list of parameters, in the order of `launch_order`.
 
     Args:
-        params: Those of equal keys side by side.
+        params: Those of equal keys side by side, orthogonal ones last, those of a shape together.
         keys: The launch key of each.
         rate_addresses: Where the learning rate of each group of settings is.
         idle: Parameters that are not stepped but choose the kernels together with `params`.
@@ -177,6 +199,8 @@ class LaunchPlan:
             row[Column.OWNER_BLOCKS] = blocks
         self.block_count += blocks
         group.tiles += tiles
+        if param.flags & Flag.ORTHOGONAL:
+            group.last_tiles += tiles
         self.tasks.append((first, Task.TENSOR, 0))
 
     def _group(self, key: LaunchKey, flags: Flag) -> LaunchGroup:
@@ -186,7 +210,6 @@ class LaunchPlan:
             self._groups[key] = LaunchGroup(key, general, first_tile=self.tile_count)
         group = self._groups[key]
         group.dense |= bool(flags & Flag.DENSE)
-        group.orthogonal |= bool(flags & Flag.ORTHOGONAL)
         group.peaks |= not flags & (Flag.FACTORED | Flag.ORTHOGONAL)
         return group
 
@@ -266,6 +289,17 @@ def keys_of(params: Sequence[LocalParameter]) -> list[LaunchKey]:
     if len(set(keys)) > 2:
         keys = [key._replace(aligned=False) for key in keys]
     return keys
+
+
+def launch_order(params: Sequence[LocalParameter], keys: Sequence[LaunchKey]) -> list[int]:
+    """The order of tensors in the plan: their indices."""
+
+    def place(index: int) -> tuple[object, ...]:
+        param = params[index]
+        is_last = bool(param.flags & Flag.ORTHOGONAL)
+        return str(keys[index]), is_last, param.matrices[:1] if is_last else [], len(param.matrices)
+
+    return sorted(range(len(params)), key=lambda index: (*place(index), index))
 
 
 def ceil_div(a: int, b: int) -> int:

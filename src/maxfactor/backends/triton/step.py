@@ -18,8 +18,8 @@ from maxfactor.backends.triton.kernels.descriptors import Tables
 from maxfactor.backends.triton.kernels.layout import Scalar
 from maxfactor.backends.triton.launches import GroupLaunches, LocalTotals, Scaling
 from maxfactor.backends.triton.local_parameters import local_parameter
-from maxfactor.backends.triton.orthogonal import OrthogonalBuffer
-from maxfactor.backends.triton.plan import LaunchPlan, keys_of, repeat_values
+from maxfactor.backends.triton.orthogonal import OrthogonalBatches
+from maxfactor.backends.triton.plan import LaunchPlan, keys_of, launch_order, repeat_values
 from maxfactor.backends.triton.rank_totals import RankTotals
 from maxfactor.backends.triton.settings_rows import fixed_settings
 from maxfactor.backends.triton.status import StepStatus
@@ -27,11 +27,13 @@ from maxfactor.backends.triton.uploads import Uploads, is_capturing, on_device
 from maxfactor.distributed.reductions import process_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
     from maxfactor.backends.step_io import GroupStep, StepInput
+    from maxfactor.backends.triton.inputs import Seen
+    from maxfactor.backends.triton.orthogonal import Batch
 
 
 class FusedStep:
@@ -61,8 +63,7 @@ class FusedStep:
         others = [local_parameter(each) for each in idle]
         all_keys = keys_of([*params, *others])
         keys, idle_keys = all_keys[: len(params)], all_keys[len(params) :]
-        # Tensors of a launch group side by side.
-        order = sorted(range(len(params)), key=lambda index: (str(keys[index]), index))
+        order = launch_order(params, keys)
         params, keys = [params[i] for i in order], [keys[i] for i in order]
         ordered = [step_io[i] for i in order]
         ranks = process_groups(each.param for each in step_io)
@@ -79,18 +80,17 @@ class FusedStep:
         self.owners = self._inputs.owners  # the optimizer's parameters, in the kernels' order
         names = [each.name for each in ordered]
         self.status = StepStatus(names, self._device, status, waits=bool(ranks))
-        self._buffers = buffers = Buffers(plan, self.status)
+        self._orthogonal = OrthogonalBatches(params, keys, plan)
+        self._buffers = buffers = Buffers(plan, self.status, self._orthogonal.most_tiles)
         self._totals: LocalTotals | RankTotals = LocalTotals(plan, buffers)
         if ranks:
             self._totals = RankTotals(step_io, order, plan, buffers, uploads, ranks)
-        self._orthogonal = OrthogonalBuffer(params)
         self._addresses: list[int] = []
         self._tables = self._upload(plan)
         results = self._totals.results
+        formats = self._orthogonal.formats
         self._launches = [
-            GroupLaunches(
-                group, group.spec(self._orthogonal.dtype), buffers.partials, results, uploads
-            )
+            GroupLaunches(group, formats, buffers.partials, results, uploads)
             for group in plan.groups
         ]
         # If there is no GradScaler.
@@ -111,6 +111,11 @@ class FusedStep:
         )
 
     @property
+    def borrowed_bytes(self) -> int:
+        """What a step borrows from torch's allocator and returns: directions and sign bits."""
+        return self._orthogonal.borrowed_bytes + self._buffers.sign_bytes
+
+    @property
     def skipped(self) -> int:
         """How many steps were skipped; reading it waits for the device."""
         return self.status.skipped
@@ -121,26 +126,30 @@ class FusedStep:
 
     def fits(
         self, flat: Sequence[Tensor], groups: Sequence[GroupStep], states: Mapping[Tensor, object]
-    ) -> bool:
-        """Whether tensors, states and settings are those of the plan; changes nothing."""
+    ) -> Seen | None:
+        """What is there for `step`, if it is all that of the plan, else None; changes nothing."""
         fixed = [*map(fixed_settings, groups)]
-        return fixed == self._fixed and self._inputs.fit(flat, states)
+        return self._inputs.fit(flat, states) if fixed == self._fixed else None
 
     def step(
         self,
         groups: Sequence[GroupStep],
         *,
         nonfinite: str,
+        seen: Seen | None = None,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> StepResult:
-        """Launch one step, which does nothing if a gradient is not finite or `found_inf` is set."""
+        """Launch one step, which does nothing if a gradient is not finite or `found_inf` is set.
+
+        `seen` is the answer of `fits`, if it was asked.
+        """
         capturing = is_capturing(self._device)
         if not capturing:  # a capture may not ask whether an event has passed
             self.status.raise_if_given_up()
         self._group_tables.update_rates(groups)
         orthogonal = self._orthogonal.allocate(len(self.owners))
-        gathered = self._inputs.gather(orthogonal)
+        gathered = self._inputs.gather(seen or self._inputs.look(), orthogonal)
         self._update_addresses(gathered.addresses)
         versions = self._inputs.versions(gathered.params)
         scaling = Scaling(
@@ -153,7 +162,7 @@ class FusedStep:
         with on_device(self._device):
             self._launch(scaling, check=nonfinite != "ignore", measure=measure)
         self._inputs.write_back(gathered.params, versions)
-        del gathered  # not before the launches that read the gradients
+        del gathered, seen  # not before the launches that read the gradients
         self._orthogonal.release()
         if nonfinite == "raise" and found_inf is None:
             self.status.raise_if_skipped()
@@ -163,7 +172,7 @@ class FusedStep:
 
     def _update_addresses(self, addresses: list[int]) -> None:
         """Upload the addresses of W, G and O if one of them changed."""
-        if addresses != self._addresses:
+        if addresses is not self._addresses:
             pointers = self._uploads.to_device(addresses, torch.int64)
             self._tables = self._tables._replace(pointers=pointers)
             self._addresses = addresses
@@ -171,18 +180,31 @@ class FusedStep:
     def _launch(self, scaling: Scaling, *, check: bool, measure: bool) -> None:
         """The launches of one step, in their order."""
         tables, signs = self._tables, self._buffers.sign_bits()
+        # Groups with tensors whose direction is not orthogonal; the batches have the others.
+        some = [group for group in self._launches if group.group.other_tiles.number]
+        if measure:
+            for group in some:
+                group.measure(tables, signs, scaling)
+            for group, batch in self._batches():
+                group.measure_batch(tables, signs, scaling, batch)
         for group in self._launches:
-            if measure:
-                group.apply(tables, signs, scaling, measure=True)
             group.statistics(tables, signs, scaling, check=check)
         self._totals.finalize(tables, scaling)
-        for group in self._launches:
+        for group, batch in self._batches():  # in the same memory, one after the other
+            group.begin_batch(tables, signs, scaling, batch)
+            self._orthogonal.iterate(batch)
+            group.end_batch(tables, signs, scaling, batch)
+        for group in some:
             group.direction(tables, signs, scaling)
         self._totals.rescale(tables)
-        self._orthogonal.orthogonalize()
-        for group in self._launches:
+        for group in some:
             if not group.group.key.direct:
-                group.apply(tables, signs, scaling, measure=False)
+                group.apply(tables, signs, scaling)
+
+    def _batches(self) -> Iterator[tuple[GroupLaunches, Batch]]:
+        """The batches of orthogonal matrices, each with the launches of its group."""
+        by_key = {each.group.key: each for each in self._launches}
+        return ((by_key[batch.key], batch) for batch in self._orthogonal.batches)
 
 
 def make_step(

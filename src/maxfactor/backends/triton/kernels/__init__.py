@@ -16,8 +16,12 @@ A step is four launches over all tensors of a launch group:
 
 With momentum, or an orthogonal direction, `momentum.with_momentum` replaces `maxima`: it reads G
 and M, writes M, (10) to (13), and packs the signs of y instead of those of G. If signs are not
-enough, `apply` computes y again from G and the stored M; it reads an orthogonal direction from a
-buffer. `maxima.rescale` takes what (8) and FAM need of whole tensors.
+enough, `apply` computes y again from G and the stored M. `maxima.rescale` takes what (8) and FAM
+need of whole tensors.
+
+Orthogonal matrices are filtered and applied batch by batch, before the others. In between,
+`directions.normalize` gives y its norm and dtype, `products.symmetric_product` does most of the
+iteration, and `directions.measure_directions` takes the size of the result, which `apply` reads.
 
 Determinism: sums are taken in two stages in a fixed order. Maxima are integer atomics on the bits
 of floats that are not negative. Results repeat bit for bit.

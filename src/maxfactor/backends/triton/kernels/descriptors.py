@@ -37,6 +37,7 @@ class Partials(NamedTuple):
     weight_squares: Tensor  # (tiles,) float32: W² after the last step
     update_squares: Tensor  # (blocks,) float32: U² before it is normalised
     unsigned: Tensor  # (tiles,) int8: 1 where the packed signs cannot be used
+    batch_sums: Tensor  # (tiles of a batch * parts, BatchSum) float32
 
 
 class Results(NamedTuple):
@@ -61,11 +62,30 @@ class RankSums(NamedTuple):
     chunk_sums: Tensor  # (row chunks, RowSum) float32
 
 
+class ProductForm(NamedTuple):
+    """What `symmetric_product` is compiled for, besides the dtypes."""
+
+    beta: float  # factor of D
+    gamma: float  # factor of I
+    transposed: bool  # Lᵀ R instead of L Rᵀ
+    even: bool  # all sizes are multiples of those of a tile
+    descriptors: bool  # the copy engine moves blocks; only if even, and tiles are square
+
+
+class ProductTile(NamedTuple):
+    """What a program of `symmetric_product` works on."""
+
+    rows: int
+    cols: int  # 1 or 2 times the rows
+    depth: int  # of the products that are taken at a time
+
+
 class Spec(NamedTuple):
     """What the kernels are compiled for. All are compile-time constants."""
 
     p_dtype: Any  # Triton's dtype of W
     g_dtype: Any  # of G
+    y_dtype: Any  # of what is orthogonalised
     o_dtype: Any  # of the orthogonal directions
     store: Any  # of the stored momentum
     stored: bool  # there is a stored momentum
@@ -73,9 +93,10 @@ class Spec(NamedTuple):
     general: bool  # some tensor needs more than signs and row maxima
     momentum: bool  # there is momentum, or an orthogonal direction
     dense: bool  # some tensor has a full variance
-    orthogonal: bool  # some tensor has an orthogonal direction
+    orthogonal: bool  # this is a batch of orthogonal matrices
     peaks: bool  # some update is divided by its maximum
     direct: bool  # W moves by y as it is, so `with_momentum` writes it
+    parts: int  # programs that share a tile; several in a batch
 
     @property
     def signed(self) -> bool:

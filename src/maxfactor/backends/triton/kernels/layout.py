@@ -35,6 +35,7 @@ class Size(IntEnum):
     COLUMNS = 64 if INTERPRETED else 256
     PIECE_ROWS = 4
     PIECES = 4 if INTERPRETED else 32
+    PARTS = 2 if INTERPRETED else 4  # of a tile in a batch, whose launches have few tiles
     TILE_ROWS = PIECE_ROWS * PIECES
     CHUNK = COLUMNS
     PARTS_AT_ONCE = 8  # partial sums that `finalize` adds at a time
@@ -66,6 +67,9 @@ MOMENTUM_BLOCK = tl.constexpr(int(Size.MOMENTUM_BLOCK))
 
 INFINITY_BITS = tl.constexpr(0x7F800000)  # of a float32
 TINY = tl.constexpr(1.1754943508222875e-38)  # smallest normal float32
+# What y is multiplied by before it is squared: values from 1e-28 to 1e7 count. Larger ones do not
+# occur, because x is divided by the size of G; smaller ones do, next to `VARIANCE_FLOOR`.
+RANGE = tl.constexpr(1073741824.0)  # 2^30
 
 
 # ---------------------------------------------------------------------------- enumerations
@@ -197,11 +201,23 @@ class GradientSum(FromZero):
 
 
 class UpdateSum(FromZero):
-    """Sums of a tile that `with_momentum` writes: x M, x², y²."""
+    """Sums of a tile that `with_momentum` writes: x M, x², y².
+
+    Those of orthogonal matrices are first in `BatchSum`.
+    """
 
     XM = auto()
     XX = auto()
     YY = auto()
+
+
+class BatchSum(FromZero):
+    """Sums of a part of a tile, of a batch of orthogonal matrices."""
+
+    XM = auto()
+    XX = auto()
+    SQUARES = auto()  # (y * RANGE)², and from `measure_directions` on O²
+    WEIGHTS = auto()  # W²
 
 
 class RowSum(FromZero):
@@ -282,6 +298,7 @@ SETTING = DeviceEnum(Setting)
 SCALAR = DeviceEnum(Scalar)
 GRADIENT_SUM = DeviceEnum(GradientSum)
 UPDATE_SUM = DeviceEnum(UpdateSum)
+BATCH_SUM = DeviceEnum(BatchSum)
 ROW_SUM = DeviceEnum(RowSum)
 EXTREME = DeviceEnum(Extreme)
 BAND_SUM = DeviceEnum(BandSum)

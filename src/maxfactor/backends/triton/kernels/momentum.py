@@ -14,6 +14,7 @@ from maxfactor.backends.triton.kernels.descriptors import Noise, StoredMomentum,
 from maxfactor.backends.triton.kernels.layout import (
     ADDRESS,
     BAND_SUM,
+    BATCH_SUM,
     COLUMN,
     COLUMNS,
     COUNTER,
@@ -22,6 +23,7 @@ from maxfactor.backends.triton.kernels.layout import (
     MOMENTUM_BLOCK,
     MOMENTUM_STAGES,
     PIECE_ROWS,
+    RANGE,
     SCALAR,
     SETTING,
     TINY,
@@ -34,6 +36,7 @@ from maxfactor.backends.triton.kernels.tiles import (
     has_zeros,
     inverse_root,
     load_tile,
+    part_of,
     piece_of,
     sign_places,
     span_of,
@@ -48,7 +51,7 @@ from maxfactor.backends.triton.kernels.variance import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_tile"])
 def with_momentum(
     tables,
     partials,
@@ -67,7 +70,8 @@ def with_momentum(
 
     Args:
         tables: `Tables`.
-        partials: `Partials`; reads `gradient_sums`, writes `update_sums` and `unsigned`.
+        partials: `Partials`; reads `gradient_sums`, writes `unsigned`, and `update_sums` or, in a
+            batch, `batch_sums`.
         results: `Results`; reads `scalars`, writes maxima.
         sign_bits: (tiles, PIECE_ROWS * COLUMNS) int32, written if the signs are packed.
         grad_scale: (1,) float32 by which G was multiplied, if SCALED.
@@ -80,7 +84,7 @@ def with_momentum(
             tl.store(results.counters + COUNTER.SEEN, 0)  # as in `apply`
     if tl.load(results.counters + COUNTER.SKIP) != 0:
         return
-    tile = first_tile + tl.program_id(0)
+    tile = first_tile + tl.program_id(0) // spec.parts
     k = tl.load(tables.tile_matrix + tile).to(tl.int64)
     entry = tables.matrices + k * COLUMN.COUNT
     setting = tables.settings + tl.load(entry + COLUMN.GROUP) * SETTING.COUNT
@@ -89,6 +93,8 @@ def with_momentum(
     m = tl.load(entry + COLUMN.ROWS)
     n = tl.load(entry + COLUMN.COLS)
     span = span_of(entry, tile, m)
+    if spec.orthogonal:
+        span = part_of(span, tl.program_id(0) % spec.parts, spec.parts)
     cols = span.cols
     scalar = results.scalars + owner * SCALAR.COUNT
     beta, gain = tl.load(scalar + SCALAR.BETA), tl.load(scalar + SCALAR.GAIN)
@@ -103,14 +109,13 @@ def with_momentum(
     inverse_scale = 1.0
     if SCALED:
         inverse_scale = 1.0 / tl.load(grad_scale)
-    orthogonal = spec.orthogonal and (flags & FLAG.ORTHOGONAL) != 0
     dense = spec.dense and (flags & FLAG.DENSE) != 0
     r_pointer, r_end = tl.load(entry + COLUMN.ROW_VAR), tl.where(dense, 0, m)
     c_pointer = tl.load(entry + COLUMN.COL_VAR)
     col_roots = factor_roots(c_pointer, cols, tl.where(dense, 0, n), 1.0)
     divisor, root_of_floor = tl.maximum(mean, TINY), inverse_root(floor)
     stored = stored_momentum(entry, spec.store)
-    o_pointer = address_of(tables.pointers, entry, ADDRESS.ORTHOGONAL, spec.o_dtype)
+    y_pointer = address_of(tables.pointers, entry, ADDRESS.ORTHOGONAL, spec.y_dtype)
     place = results.row_max + tl.load(entry + COLUMN.ROW_SPACE)
     root_of_mean = tl.sqrt_rn(mean)
     if spec.direct:
@@ -121,7 +126,7 @@ def with_momentum(
         target = Target(w_pointer, span, m, n, keep, Noise(key, origin, stride, flags))
     agreement = tl.zeros([COLUMNS], tl.float32)
     power = tl.zeros([COLUMNS], tl.float32)
-    total = tl.zeros([COLUMNS], tl.float32)  # of the squares of y, or of those of the new W
+    total = tl.zeros([COLUMNS], tl.float32)  # of the squares of y, of y * RANGE, or of the new W
     least = tl.full([COLUMNS], float("inf"), tl.float32)
     signs = tl.zeros([PIECE_ROWS, COLUMNS], tl.uint32)
     highest = tl.zeros([PIECE_ROWS], tl.float32)
@@ -137,7 +142,7 @@ def with_momentum(
             v = dense_variance(entry, setting, t, unscaled, piece, spec.aligned)
             roots = tl.rsqrt(tl.maximum(v, floor))
         x = g * (factor * inverse_scale)
-        if not orthogonal:
+        if not spec.orthogonal:
             x *= roots  # (10)
         y = x
         if spec.stored:
@@ -147,9 +152,10 @@ def with_momentum(
             momentum = beta * momentum + (1.0 - beta) * x  # (12)
             momentum = encode_momentum(stored, momentum, piece, spec.store, spec.aligned)
             y = momentum * gain + share * x  # (13)
-        if orthogonal:
+        if spec.orthogonal:
             y *= roots * root_of_mean
-            store_tile(o_pointer, y, piece, spec.o_dtype, spec.aligned)
+            store_tile(y_pointer, y, piece, spec.y_dtype, spec.aligned)
+            total += tl.sum((y * RANGE) * (y * RANGE), axis=0)
         else:
             if spec.peaks:
                 by_row = tl.max(tl.abs(y), axis=1)  # y is 0 outside the matrix, as G and M are
@@ -169,22 +175,28 @@ def with_momentum(
             if spec.signed:
                 signs = append_signs(signs, y)
                 least = tl.minimum(least, tl.min(tl.abs(y), axis=0))
-    sums = partials.update_sums + tile * UPDATE_SUM.COUNT
-    tl.store(sums + UPDATE_SUM.XM, tl.sum(agreement, axis=0))
-    tl.store(sums + UPDATE_SUM.XX, tl.sum(power, axis=0))
+    if spec.orthogonal:
+        sums = partials.batch_sums + tl.program_id(0) * BATCH_SUM.COUNT
+        tl.store(sums + BATCH_SUM.XM, tl.sum(agreement, axis=0))
+        tl.store(sums + BATCH_SUM.XX, tl.sum(power, axis=0))
+        tl.store(sums + BATCH_SUM.SQUARES, tl.sum(total, axis=0))
+    else:
+        sums = partials.update_sums + tile * UPDATE_SUM.COUNT
+        tl.store(sums + UPDATE_SUM.XM, tl.sum(agreement, axis=0))
+        tl.store(sums + UPDATE_SUM.XX, tl.sum(power, axis=0))
+        if not spec.direct:
+            tl.store(sums + UPDATE_SUM.YY, tl.sum(total, axis=0))
     if spec.direct:
         tl.store(partials.weight_squares + tile, tl.sum(total, axis=0))
         if tile == tl.load(entry + COLUMN.OWNER_TILE):
             tl.store(tl.load(entry + COLUMN.STEP).to(tl.pointer_type(tl.float32)), t)
-    else:
-        tl.store(sums + UPDATE_SUM.YY, tl.sum(total, axis=0))
     if spec.peaks:
         most = tl.max(highest, axis=0).to(tl.int32, bitcast=True)
         tl.atomic_max(results.update_max + owner, most, sem="relaxed")
     if spec.signed:
-        zeros = has_zeros(least, cols, n) | orthogonal
+        zeros = has_zeros(least, cols, n)
         tl.store(partials.unsigned + tile, zeros.to(tl.int8))
-        if (not dense) & (not orthogonal):
+        if not dense:
             tl.store(sign_places(sign_bits, tile), signs.to(tl.int32, bitcast=True))
 
 

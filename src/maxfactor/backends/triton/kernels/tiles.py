@@ -122,6 +122,15 @@ def span_of(entry, tile, m):
 
 
 @triton.jit
+def part_of(span, part, PARTS: tl.constexpr):
+    """One of PARTS equal parts of a tile, which may be empty."""
+    pieces: tl.constexpr = TILE_ROWS // PIECE_ROWS // PARTS
+    first_row = span.first_row + part * (pieces * PIECE_ROWS)
+    rest = tl.maximum(span.pieces - part * pieces, 0)
+    return TileSpan(first_row, tl.minimum(rest, pieces), span.cols)
+
+
+@triton.jit
 def piece_of(span, number, m, n):
     """A piece of a tile."""
     rows = span.first_row + number * PIECE_ROWS + tl.arange(0, PIECE_ROWS)

@@ -6,8 +6,10 @@ import triton
 import triton.language as tl
 
 from maxfactor.backends.triton.kernels.descriptors import MatrixEntry, Noise, StepSize, Target
+from maxfactor.backends.triton.kernels.directions import inverse_rms
 from maxfactor.backends.triton.kernels.layout import (
     ADDRESS,
+    BATCH_SUM,
     COLUMN,
     COLUMNS,
     COUNTER,
@@ -23,6 +25,7 @@ from maxfactor.backends.triton.kernels.tiles import (
     address_of,
     inverse_root,
     load_tile,
+    part_of,
     piece_of,
     sign_places,
     span_of,
@@ -58,7 +61,7 @@ def apply(
 
     Args:
         tables: `Tables`.
-        partials: `Partials`; writes `weight_squares`.
+        partials: `Partials`; writes `weight_squares` or, in a batch, `batch_sums`.
         results: `Results`; reads maxima and `scalars`.
         sign_bits: (tiles, PIECE_ROWS * COLUMNS) int32.
         grad_scale: (1,) float32 by which G was multiplied, if SCALED.
@@ -73,7 +76,7 @@ def apply(
             tl.store(results.counters + COUNTER.SEEN, 0)  # for the next step; this has SKIP
         if tl.load(results.counters + COUNTER.SKIP) != 0:
             return
-    tile = first_tile + tl.program_id(0)
+    tile = first_tile + tl.program_id(0) // spec.parts
     k = tl.load(tables.tile_matrix + tile).to(tl.int64)
     entry = tables.matrices + k * COLUMN.COUNT
     group = tl.load(entry + COLUMN.GROUP)
@@ -83,6 +86,8 @@ def apply(
     m = tl.load(entry + COLUMN.ROWS)
     n = tl.load(entry + COLUMN.COLS)
     span = span_of(entry, tile, m)
+    if spec.orthogonal:
+        span = part_of(span, tl.program_id(0) % spec.parts, spec.parts)
     scalar = results.scalars + owner * SCALAR.COUNT
     keep = tl.load(scalar + SCALAR.KEEP)
     alpha = tl.load(scalar + SCALAR.ALPHA)
@@ -105,6 +110,10 @@ def apply(
         by_signs = (dense == 0) & (tl.load(partials.unsigned + tile) == 0)
     if measure != 0:
         total = measure_weights(target, STAGES, spec)
+    elif spec.orthogonal:
+        pointer = address_of(tables.pointers, entry, ADDRESS.ORTHOGONAL, spec.o_dtype)
+        scale = alpha * inverse_rms(entry, partials.batch_sums, first_tile, m, n, spec.parts)
+        total = move_by_direction(target, pointer, scale, STAGES, spec)
     elif by_signs:
         signs = tl.load(sign_places(sign_bits, tile)).to(tl.uint32, bitcast=True)
         total = move_by_signs(target, signs, place, scale, STAGES, spec)
@@ -114,7 +123,11 @@ def apply(
         total = move_by_update(
             tables, results, matrix, target, size, place, grad_scale, SCALED, STAGES, spec
         )
-    tl.store(partials.weight_squares + tile, tl.sum(total, axis=0))
+    if spec.orthogonal:
+        sums = partials.batch_sums + tl.program_id(0) * BATCH_SUM.COUNT
+        tl.store(sums + BATCH_SUM.WEIGHTS, tl.sum(total, axis=0))
+    else:
+        tl.store(partials.weight_squares + tile, tl.sum(total, axis=0))
     if (tile == tl.load(entry + COLUMN.OWNER_TILE)) & (measure == 0):
         tl.store(tl.load(entry + COLUMN.STEP).to(tl.pointer_type(tl.float32)), t)
 
@@ -147,6 +160,19 @@ def move_by_signs(target, signs, row_max, scale, STAGES: tl.constexpr, spec: tl.
 
 
 @triton.jit
+def move_by_direction(target, pointer, scale, STAGES: tl.constexpr, spec: tl.constexpr):
+    """Move a tile by an orthogonal direction; sums of the new W², by column."""
+    total = tl.zeros([COLUMNS], tl.float32)
+    for number in tl.range(0, target.span.pieces, num_stages=STAGES):
+        piece = piece_of(target.span, number, target.m, target.n)
+        w = load_tile(target.pointer, piece, spec.p_dtype, spec.aligned)
+        move = load_tile(pointer, piece, spec.o_dtype, spec.aligned) * scale
+        w = write_weights(target, w, move, piece, spec.p_dtype, spec.aligned)
+        total += tl.sum(w * w, axis=0)
+    return total
+
+
+@triton.jit
 def move_by_update(
     tables,
     results,
@@ -171,12 +197,10 @@ def move_by_update(
     inverse_scale = 1.0
     if SCALED:
         inverse_scale = 1.0 / tl.load(grad_scale)
-    orthogonal = spec.orthogonal and (flags & FLAG.ORTHOGONAL) != 0
     if spec.momentum:
         gain, share = tl.load(matrix.scalar + SCALAR.GAIN), tl.load(setting + SETTING.MIX)
         factor, mean = tl.load(matrix.scalar + SCALAR.FACTOR), tl.load(matrix.scalar + SCALAR.MEAN)
         stored = stored_momentum(entry, spec.store)
-        o_pointer = address_of(tables.pointers, entry, ADDRESS.ORTHOGONAL, spec.o_dtype)
         divisor = tl.maximum(mean, TINY)
     elif spec.general:
         divisor = row_divisor(entry, setting, matrix.k, results, flags)
@@ -196,23 +220,18 @@ def move_by_update(
         if dense:
             v = dense_variance(entry, setting, step.t, g, piece, spec.aligned)
             store_tile(tl.load(entry + COLUMN.COL_VAR), v, piece, tl.float32, spec.aligned)
-        if spec.momentum:  # the update once more, or the orthogonal direction
-            if orthogonal:
-                u = load_tile(o_pointer, piece, spec.o_dtype, spec.aligned)
+        if spec.momentum:  # the update once more
+            if dense:
+                u *= factor * tl.rsqrt(tl.maximum(v, floor))
             else:
-                if dense:
-                    u *= factor * tl.rsqrt(tl.maximum(v, floor))
-                else:
-                    row_roots = factor_roots(r_pointer, rows, r_end, divisor)
-                    u *= factor * inverse_roots(row_roots, col_roots, root_of_floor)
-                if spec.stored:
-                    momentum = decode_momentum(stored, piece, spec.store, spec.aligned)
-                    u = momentum * gain + share * u
+                row_roots = factor_roots(r_pointer, rows, r_end, divisor)
+                u *= factor * inverse_roots(row_roots, col_roots, root_of_floor)
+            if spec.stored:
+                momentum = decode_momentum(stored, piece, spec.store, spec.aligned)
+                u = momentum * gain + share * u
         move = tl.where(u > 0.0, size, tl.where(u < 0.0, -size, 0.0))  # (9)
         if spec.momentum:
-            if orthogonal:
-                move = u * step.alpha
-            elif (flags & FLAG.SIGN) == 0:
+            if (flags & FLAG.SIGN) == 0:
                 move = u * step.scale
         elif dense:
             if spec.general:

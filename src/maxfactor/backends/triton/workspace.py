@@ -1,0 +1,112 @@
+"""How the orthogonal matrices of a step are cut into batches, and the memory that a batch needs.
+
+Nothing here needs Triton or a device, so that a step's memory can be told beforehand.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from maxfactor.rule.newton_schulz import AT_A_TIME, WIDE
+
+BATCH_BYTES = 320 << 20  # at most borrowed for a batch, unless a single tensor needs more
+GRAIN = 64  # elements: matrices of a kind begin on 128 bytes at least
+
+# Steps that are merged into one product with a wide X. A = X Xᵀ holds squares of singular values:
+# an error of A grows tenfold with each merged step. Float16 has the digits for three of them, from
+# the start on too; with bfloat16 the first steps, which raise small singular values, stay single.
+AT_A_TIME_IF_WIDE = {
+    torch.float32: (2, 3),
+    torch.float16: (2, 3),
+    torch.bfloat16: (1, 1, 3),
+}
+
+
+class Formats(NamedTuple):
+    """The dtypes of the directions: y as it is filtered, and the iteration and its result.
+
+    Float16 suffices for the iteration, because nothing in it grows or vanishes. Singular values
+    of X are at most 1.21 and its norm is about sqrt(short side), see `norm_of`, so an entry is
+    1 / sqrt(long side) on average. Eigenvalues of A are at most 1.5, and products of up to three
+    factors P at most 3.45³ = 41. Entries of A that are subnormal are off by at most 3e-8, next to
+    eigenvalues of 1 / short side on average. Only y has any size at all, so it is kept in bfloat16.
+    Bfloat16 serves as the format of the iteration too, with more products and fewer digits.
+    """
+
+    y: torch.dtype
+    o: torch.dtype
+
+
+ON_DEVICE = Formats(torch.bfloat16, torch.float16)
+INTERPRETED = Formats(torch.float32, torch.float32)
+
+
+class Layout(NamedTuple):
+    """A batch of matrices (m, n) of one shape, and what their iteration needs."""
+
+    m: int
+    n: int
+    matrices: int
+    steps: tuple[int, ...]  # merged into each product with X
+    dtype: torch.dtype  # of the iteration
+
+    @property
+    def short(self) -> int:
+        """The size of A."""
+        return min(self.m, self.n)
+
+    @property
+    def is_tall(self) -> bool:
+        """Whether A = Xᵀ X."""
+        return self.m > self.n
+
+    @property
+    def squares(self) -> int:
+        """How many matrices of the size of A there are at a time."""
+        return 2 if max(self.steps) == 1 else 4
+
+    @property
+    def matrix_space(self) -> int:
+        """Elements of all X of the batch."""
+        return up_to_grain(self.matrices * self.m * self.n)
+
+    @property
+    def square_space(self) -> int:
+        """Elements of all A of the batch."""
+        return up_to_grain(self.matrices * self.short**2)
+
+    @property
+    def nbytes(self) -> int:
+        """Of X, of its successor and of the squares."""
+        elements = 2 * self.matrix_space + self.squares * self.square_space
+        return elements * self.dtype.itemsize
+
+
+def layout(m: int, n: int, matrices: int, dtype: torch.dtype) -> Layout:
+    """The layout of a batch."""
+    is_wide = max(m, n) >= WIDE * min(m, n)
+    return Layout(m, n, matrices, AT_A_TIME_IF_WIDE[dtype] if is_wide else AT_A_TIME, dtype)
+
+
+def batch_sizes(m: int, n: int, tensors: int, each: int, dtype: torch.dtype) -> list[int]:
+    """Cut equal tensors of `each` matrices into as few batches as memory allows, of even size.
+
+    Example:
+        >>> batch_sizes(1280, 1280, 51, 1, torch.float16)
+        [17, 17, 17]
+    """
+    most = max(1, BATCH_BYTES // max(1, layout(m, n, each, dtype).nbytes))
+    batches = -(-tensors // most)
+    return [(tensors + i) // batches for i in range(batches)]
+
+
+def norm_of(short: int) -> float:
+    """The norm that X gets: sqrt(short side), to a power of two, so that float16 has its digits."""
+    return float(1 << (short.bit_length() // 2))
+
+
+def up_to_grain(elements: int) -> int:
+    """Round up to GRAIN."""
+    return -(-elements // GRAIN) * GRAIN

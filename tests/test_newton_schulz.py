@@ -1,0 +1,229 @@
+"""The fused Newton-Schulz iteration: symmetric products, merged steps, bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from maxfactor import MaxFactor
+from maxfactor.backends.triton import workspace
+from maxfactor.backends.triton.workspace import batch_sizes, layout, norm_of
+from maxfactor.rule import newton_schulz as reference
+
+pytest.importorskip("triton")
+products = pytest.importorskip("maxfactor.backends.triton.products")
+fused = pytest.importorskip("maxfactor.backends.triton.orthogonal")
+from maxfactor.backends.triton.borrowed import borrowed_bytes  # noqa: E402
+from maxfactor.backends.triton.kernels.descriptors import ProductTile  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+UNIT = 16 if DEVICE == "cpu" else 64
+# Rows and columns of a tile, and whether blocks are loaded by descriptors where sizes allow.
+TILES = [(UNIT, UNIT, False), (UNIT, 2 * UNIT, False), (UNIT, UNIT, True), (UNIT, 2 * UNIT, True)]
+
+
+def tuning(rows: int, cols: int, descriptors: bool) -> Any:
+    if descriptors and DEVICE == "cuda" and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("no copy engine")
+    return products.Tuning(ProductTile(rows, cols, UNIT), 4, 2, descriptors)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+# ------------------------------------------------------------------------------ the products
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("is_tall", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "n", "depth"), [(2, 2 * UNIT, 3 * UNIT), (3, 37, 50), (1, 1, 5), (2, 17, UNIT)]
+)
+def test_symmetric_product(
+    batch: int, n: int, depth: int, is_tall: bool, tile: tuple[int, int, bool]
+) -> None:
+    """Every element is written, and mirrored to the last bit."""
+    x = random(batch, depth, n) if is_tall else random(batch, n, depth)
+    added = random(batch, n, n, seed=1)
+    added = (added + added.mT) / 2
+    out = torch.full((batch, n, n), torch.nan, dtype=x.dtype, device=DEVICE)
+    weights = {"alpha": 0.5, "beta": 0.25, "gamma": 3.0}
+    products.symmetric(out, x, x, added=added, is_tall=is_tall, tuning=tuning(*tile), **weights)
+    wide = x.double().mT if is_tall else x.double()
+    eye = torch.eye(n, dtype=torch.float64, device=DEVICE)
+    exact = 0.5 * wide @ wide.mT + 0.25 * added.double() + 3.0 * eye
+    assert torch.equal(out, out.mT)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3 * float(exact.max()))
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_product_of_two_matrices_that_commute(tile: tuple[int, int, bool]) -> None:
+    """Symmetric to the last bit although L Rᵀ rounds differently from R Lᵀ."""
+    a = random(2, 40, 60, dtype=torch.float32) / 8
+    square = (a @ a.mT).contiguous()
+    cube = (square @ square @ square).contiguous()
+    square, cube = square.to(torch.float16), cube.to(torch.float16)
+    out = torch.empty_like(square)
+    products.symmetric(out, square, cube, tuning=tuning(*tile))
+    exact = square.double() @ cube.double()
+    assert torch.equal(out, out.mT)
+    assert float((out.double() - exact).norm() / exact.norm()) < 2e-3
+
+
+# ----------------------------------------------------------------------------- the iteration
+
+
+def iterate(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """The fused iteration of matrices of any norm."""
+    matrices, m, n = y.shape
+    form, norm = layout(m, n, matrices, dtype), norm_of(min(m, n))
+    norms = torch.linalg.vector_norm(y.double(), dim=(1, 2), keepdim=True)
+    x = (y.double() / norms * norm).to(dtype)
+    squares = [x.new_empty(matrices, form.short, form.short) for _ in range(form.squares)]
+    result: Tensor = fused.newton_schulz(x, torch.empty_like(x), squares, form, norm)
+    return result / norm
+
+
+def exact(y: Tensor) -> Tensor:
+    return reference.newton_schulz(y.cpu().double())
+
+
+@pytest.mark.parametrize("shape", [(2, 20, 20), (1, 20, 33), (2, 18, 70), (1, 50, 9), (1, 1, 7)])
+def test_iteration_is_that_of_the_rule(shape: tuple[int, int, int]) -> None:
+    y = random(*shape, dtype=torch.float32)
+    if DEVICE == "cpu":
+        ours = iterate(y, torch.float32).double()
+        torch.testing.assert_close(ours, exact(y), rtol=1e-4, atol=1e-5)
+    ours = iterate(y, torch.float16).double().cpu()
+    assert float((ours - exact(y)).norm() / exact(y).norm()) < 0.01
+
+
+def spectra(n: int) -> dict[str, Tensor]:
+    noise = random(48, n, dtype=torch.float32)
+    u, _, v = torch.linalg.svd(noise, full_matrices=False)
+    fading = {
+        f"condition 1e{d}": (u * torch.logspace(0, -d, 48, device=DEVICE)) @ v for d in (2, 6)
+    }
+    loud, spike = noise.clone(), 1e-4 * noise
+    loud[0] *= 1e4
+    spike[3, 5] = 1e3
+    low = u[:, :4] @ v[:4] + 1e-4 * noise * n**-0.5
+    return {"noise": noise, **fading, "rank 1": u[:, :1] @ v[:1], "low": low, "loud": loud} | {
+        "spike": spike,
+    }
+
+
+@pytest.mark.parametrize("n", [48, 192])
+def test_float16_keeps_more_digits_than_bfloat16(n: int) -> None:
+    """Next to five steps in bfloat16: no singular value is wider, none is lost."""
+    names, matrices = zip(*spectra(n).items(), strict=True)
+    y = torch.stack(matrices).to(torch.bfloat16)
+    before = reference.newton_schulz(y.cpu()).double()  # in bfloat16 on a CPU too
+    ours, wanted = iterate(y, torch.float16).double().cpu(), exact(y)
+    values = [torch.linalg.svdvals(each) for each in (ours, wanted, before)]
+    for name, own, best, old, o, right, past in zip(
+        names, *values, ours, wanted, before, strict=True
+    ):
+        assert own.max() < 1.25, name
+        off, past_off = ((each - right).norm() / right.norm() for each in (o, past))
+        assert off < 1.05 * past_off + 0.02, f"{name}: {off} after {past_off}"
+        small = best < 0.5
+        lost = ((best - own).clamp(min=0.0) * small).norm()
+        assert lost <= ((best - old).abs() * small).norm() + 0.01, name
+
+
+# ------------------------------------------------------------------------- memory and batches
+
+
+def steps_of(params: list[Tensor], steps: int = 2) -> MaxFactor:
+    optimizer = MaxFactor(params, momentum=0.9, nesterov=True, direction="orthogonal", fused=True)
+    for step in range(steps):
+        for i, param in enumerate(params):
+            param.grad = random(*param.shape, dtype=torch.float32, seed=10 * step + i)
+        optimizer.step()
+    return optimizer
+
+
+def parameters(shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    return [
+        torch.nn.Parameter(random(*shape, dtype=torch.float32, seed=100 + i))
+        for i, shape in enumerate(shapes)
+    ]
+
+
+def test_batches_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of one matrix, and all in one, in any order of the parameters."""
+    shapes: list[tuple[int, ...]] = [(9, 24), (12,), (16, 8), (9, 24), (9, 24)]
+    found = []
+    for limit in (1, 1 << 30):
+        monkeypatch.setattr(workspace, "BATCH_BYTES", limit)
+        params = parameters(shapes)
+        optimizer = steps_of(params)
+        assert optimizer._fused is not None
+        assert len(optimizer._fused._orthogonal.batches) == (4 if limit == 1 else 2)
+        found.append(params)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def borrowed(shapes: list[tuple[int, int]]) -> int:
+    """What a step on a GPU borrows, told without a device."""
+    params = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    optimizer = MaxFactor(params, momentum=0.9, direction="orthogonal")
+    return borrowed_bytes(optimizer.inputs_on_meta())[1]
+
+
+def test_memory_does_not_grow_with_the_model() -> None:
+    """A few hundred MB, however many matrices there are."""
+    whisper = [(1280, 1280)] * 384 + [(5120, 1280)] * 64 + [(1280, 5120)] * 64
+    assert max(map(borrowed, (whisper, whisper * 3))) <= workspace.BATCH_BYTES
+    assert borrowed([(1280, 1280)]) == 4 * 2 * 1280**2
+    assert borrowed([(1280, 5120)]) == 2 * (2 * 1280 * 5120 + 4 * 1280**2)
+
+
+def test_borrowed_bytes_are_those_of_the_step() -> None:
+    shapes: list[tuple[int, ...]] = [(9, 24), (12,), (16, 8), (9, 24)]
+    fused_step = steps_of(parameters(shapes), steps=1)._fused
+    assert fused_step is not None
+    batches = fused_step._orthogonal.batches
+    assert max(batch.layout.nbytes for batch in batches) == fused_step._orthogonal.borrowed_bytes
+    assert fused_step.borrowed_bytes > fused_step._orthogonal.borrowed_bytes
+
+
+@needs_gpu
+def test_borrowed_bytes_are_measured() -> None:
+    """Peak memory of a step, but for cuBLAS's own workspace, is what was told."""
+    optimizer = steps_of(parameters([(512, 512)] * 6 + [(512, 1536)] * 3))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step()
+    assert optimizer._fused is not None
+    used = torch.cuda.max_memory_allocated() - before
+    assert used <= optimizer._fused.borrowed_bytes + (1 << 20)
+
+
+@pytest.mark.parametrize("tensors", [1, 5, 51, 384])
+def test_batch_sizes_are_even(tensors: int) -> None:
+    sizes = batch_sizes(1280, 1280, tensors, 1, torch.float16)
+    assert sum(sizes) == tensors
+    assert max(sizes) - min(sizes) <= 1
+    assert layout(1280, 1280, max(sizes), torch.float16).nbytes <= workspace.BATCH_BYTES
+
+
+def test_tiny_directions_are_not_lost() -> None:
+    """Gradients whose squares float32 cannot hold still turn into a direction of RMS 1."""
+    param = torch.nn.Parameter(torch.ones(8, 12, device=DEVICE))
+    optimizer = MaxFactor([param], direction="orthogonal", fused=True, lr=0.01)
+    param.grad = random(8, 12, dtype=torch.float32) * 1e-17
+    optimizer.step()
+    moved = (param.detach() - 1.0).square().mean().sqrt()
+    assert float(moved) > 1e-4
