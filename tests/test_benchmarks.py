@@ -367,7 +367,8 @@ def test_a_run_is_known_by_its_settings() -> None:
     """Not by how they are written: two tables share a run."""
     run = Run("fast", lr=0.02)
     momentum = asdict(maxfactor.FAM(beta_max=0.84))
-    assert replace(run, settings={"momentum": momentum, "scale": "current"}).key == run.key
+    assert replace(run, settings={"momentum": momentum, "d": math.inf}).key == run.key
+    assert replace(run, settings={"scale": "current"}).key != run.key
     for other in (replace(run, lr=0.01), replace(run, seed=1), replace(run, batch=8)):
         assert other.key != run.key
     assert replace(run, settings={"momentum_dtype": "fp32"}).key != run.key
@@ -397,13 +398,13 @@ def test_rows_have_the_decay_that_they_were_measured_with() -> None:
 
 def test_a_kind_comes_before_the_others() -> None:
     """Also when its name does, since a key sorts them."""
-    others: dict[str, Any] = {"lr_share": 0.5, "scale": "initial"}
+    others: dict[str, Any] = {"lr_share": 0.5, "scale": "current"}
     run = Run("fast", 0.04, by_kind={"others": others, "conv": {"lr_share": 2.0}})
     groups = group_settings(run)
     rates = {kind: group["lr"] for kind, group in groups.items()}
     assert rates == {"hidden": 0.04, "conv": 0.08, "embedding": 0.02, "vector": 0.02}
-    assert groups["conv"]["scale"] == "initial"
-    assert "scale" not in groups["hidden"]
+    assert "scale" not in groups["conv"]  # "current" is not written
+    assert groups["hidden"]["scale"] == "initial"
 
 
 def test_rows_of_the_digits_table() -> None:

@@ -15,6 +15,7 @@ import torch
 
 import maxfactor
 from maxfactor.recipes import PUBLISHED
+from studies.suite.tasks import MAIN, TASKS
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -159,6 +160,31 @@ def test_the_main_table_is_complete() -> None:
         cells = [f"{row['lr']:g}", f"{row['wer_mean']:.2f} ({seeds})", f"{row['range']:g}"]
         cells += [f"{row['state_bytes_per_parameter']:.2f}"]
         assert f"| {row['name']} | {' | '.join(cells)} |" in page("results")
+
+
+def test_the_first_look_at_other_tasks() -> None:
+    """A line for each task: two recipes at three rates, and AdamW at its best rate."""
+    errors: dict[tuple[str, str, float], list[float]] = {}
+    for each in results("suite_first_look")["trials"]:
+        trial = each["trial"]
+        key = trial["task"], trial["optimizer"], trial["lr"]
+        errors.setdefault(key, []).append(each["wer"] if "wer" in each else each["nats"])
+    better = {"quality": 0, "fast": 0}
+    for task in MAIN:
+        cells = [task]
+        digits = 1 if TASKS[task].is_speech else 3
+        for name, before, now in (("quality", 0.02, 0.04), ("fast", 0.04, 0.08)):
+            better[name] += errors[task, name, now] < errors[task, name, before]
+            cells += [f"{errors[task, name, lr][0]:.{digits}f}" for lr in (0.02, 0.04, 0.08)]
+        [(lr, found)] = [
+            (lr, found)
+            for (where, name, lr), found in errors.items()
+            if (where, name) == (task, "adamw-98") and len(found) == 3
+        ]
+        cells.append(f"{mean(found):.{digits}f} at {lr:g}")
+        assert f"| {' | '.join(cells)} |" in page("results")
+    assert better == {"quality": 10, "fast": 12}
+    assert "better on ten of the twelve tasks" in page("results")
 
 
 @pytest.mark.parametrize(

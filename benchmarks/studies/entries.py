@@ -21,6 +21,11 @@ EARLIER_DECAY: dict[str, dict[str, Any]] = {
     "quality": {"weight_decay": 0.1, "switches": {"decay_by": "lr"}},
     "fast": {"weight_decay": 0.01, "switches": {"decay_by": "lr"}},
 }
+# Until 0.2.0 these recipes scaled steps by the present size of each weight.
+EARLIER_SCALE: dict[str, dict[str, Any]] = {
+    "fast": {"scale": "current"},
+    "lean": {"scale": "current"},
+}
 QUARTER = {"vector": {"lr_share": 0.25}}  # of the learning rate, for norms and biases
 HALF_QUARTER = {"embedding": {"lr_share": 0.5}, **QUARTER}
 
@@ -50,7 +55,8 @@ def entry(
 ) -> Entry:
     """A row; `settings` are fields of Run, and anything else is an argument of `for_model`."""
     given = {key: settings.pop(key) for key in list(settings) if key in Run.__dataclass_fields__}
-    settings = {**EARLIER_DECAY.get(optimizer, {}), **settings}
+    earlier = {**EARLIER_DECAY.get(optimizer, {}), **EARLIER_SCALE.get(optimizer, {})}
+    settings = {**earlier, **settings}
     return Entry(
         name, Run(optimizer, rates[0], settings=settings, **given), tuple(rates), search, seeds
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from studies.digits_table import digits_table
 from studies.entries import (
+    EARLIER_SCALE,
     HALF_QUARTER,
     QUARTER,
     Entry,
@@ -45,10 +46,15 @@ def main_table() -> list[Entry]:
 
 
 def defaults_table() -> list[Entry]:
-    """Recipes whose decay changed in 0.2.0, as they are now: all steps, and half of them."""
+    """Recipes whose decay changed in 0.2.0, as they were in it: all steps, and half of them."""
     rates = {"quality": 0.02, "fast": 0.04}
     return [
-        Entry(f"{name}, {steps} steps", Run(name, lr, steps=steps), (lr,), search=3)
+        Entry(
+            f"{name}, {steps} steps",
+            Run(name, lr, steps=steps, settings=EARLIER_SCALE.get(name, {})),
+            (lr,),
+            search=3,
+        )
         for steps in (1500, 750)
         for name, lr in rates.items()
     ]
