@@ -58,7 +58,12 @@ BAD_MAXFACTOR: list[tuple[str, Any, type[Exception], str]] = [
     ("clip_threshold", -1.0, ValueError, "clip_threshold must be finite and not negative"),
     ("kappa_bounds", (0.9, 0.1), ValueError, "kappa_bounds must satisfy 0 <= low <= high <= 1"),
     ("kappa_bounds", 0.5, ValueError, "kappa_bounds must be a pair"),
-    ("step_rule", "fast", ValueError, "step_rule must be one of 'relative', 'ramp', got 'fast'"),
+    (
+        "step_rule",
+        "fast",
+        ValueError,
+        "step_rule must be one of 'relative', 'uncapped', 'ramp', got 'fast'",
+    ),
     ("decay_by", "w", ValueError, "decay_by must be one of"),
     ("vector_direction", "up", ValueError, "vector_direction must be one of"),
     ("momentum", 1.0, ValueError, r"momentum must lie in \[0, 1\), got 1.0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -508,7 +509,9 @@ def test_a_rehearsal_does_not_count() -> None:
     weight.grad = torch.zeros(3, 4)
     optimizer.step()
     assert torch.equal(weight.detach(), before)
-    assert all(not value.any() for value in optimizer.state[weight].values())
+    state = dict(optimizer.state[weight])
+    assert float(state.pop("initial_rms")) == pytest.approx(1 / math.sqrt(12))  # by its shape
+    assert all(not value.any() for value in state.values())
     weight.grad = torch.ones(3, 4)  # a first step of a warm-up counts
     optimizer.step()
     assert float(optimizer.state[weight]["step"]) == 1.0

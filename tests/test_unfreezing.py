@@ -78,8 +78,8 @@ def test_the_present_rate_is_kept() -> None:
         schedule.step()
     optimizer.add_module(model.requires_grad_(True))
     rates = {group["kind"]: (group["initial_lr"], group["lr"]) for group in optimizer.param_groups}
-    assert rates["hidden"] == pytest.approx((0.04, 0.02))
-    assert rates["embedding"] == pytest.approx((0.02, 0.01))  # half the rate, as in the recipe
+    assert rates["hidden"] == pytest.approx((0.08, 0.04))
+    assert rates["embedding"] == pytest.approx((0.04, 0.02))  # half the rate, as in the recipe
     step(model, optimizer)
     schedule.step()
     assert schedule.get_last_lr() == pytest.approx(
@@ -204,7 +204,7 @@ def test_rates_of_adamw_get_a_warning(lr: Any) -> None:
 
 
 def test_rates_above_one_get_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"lr=5 .*cannot train; leave lr out .* 0\.02$"):
+    with pytest.warns(UserWarning, match=r"lr=5 .*cannot train; leave lr out .* 0\.04$"):
         for_model(nn.Linear(2, 2), lr=5.0)
 
 
