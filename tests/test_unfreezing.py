@@ -85,7 +85,7 @@ def test_the_present_rate_is_kept() -> None:
     assert schedule.get_last_lr() == pytest.approx(
         [group["lr"] for group in optimizer.param_groups]
     )
-    assert dict(zip(kinds(optimizer), schedule.get_last_lr(), strict=True))["embedding"] == 0.01
+    assert dict(zip(kinds(optimizer), schedule.get_last_lr(), strict=True))["embedding"] == 0.02
 
 
 def test_a_shared_tensor_stays_shared() -> None:

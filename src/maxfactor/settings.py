@@ -214,8 +214,8 @@ class Switches:
         full_matrix: True keeps a dense variance for matrices too, by (5'). Version 0.2.
         clip_threshold: Clip U to this L2 norm before (8); 0 for no clip. Version 0.2.
         kappa_bounds: Lower and upper bound on (1).
-        step_rule: "relative" for (2) and (3); "uncapped" for rho = lr in (2); "ramp" for version 0.2's
-            alpha = min(lr, max(eps2, RMS(W)) * min(1e-6 * t, 1/sqrt(t))).
+        step_rule: "relative" for (2) and (3); "uncapped" for rho = lr in (2); "ramp" for version
+            0.2's alpha = min(lr, max(eps2, RMS(W)) * min(1e-6 * t, 1/sqrt(t))).
         decay_by: What scales the decay in (4): "lr" as published; "relative_step" for rho of (2),
             so that decay falls as the step does; "step_size" for alpha, version 0.2.
         vector_direction: "sign_max" for (9), "update" to move vectors by U itself.
