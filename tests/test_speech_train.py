@@ -41,7 +41,7 @@ from maxfactor_speech.training.loop import train
 from maxfactor_speech.training.metrics import METRICS, Metrics
 from maxfactor_speech.training.model_folder import load_model
 from maxfactor_speech.training.preparation import Prepared, prepare
-from maxfactor_speech.training.progress import Bar, Pace
+from maxfactor_speech.training.progress import Bar, Lines, Pace
 from maxfactor_speech.training.settings import Settings, lr_factor
 from maxfactor_speech.training.trainer import Trainer
 from noise import prepared as noise_prepared
@@ -354,7 +354,11 @@ def test_checkpoints_are_models_and_the_last_are_kept(cache: Path, tmp_path: Pat
     assert evaluations[0]["best"] is None  # random weights are not kept
     assert evaluations[-1]["best"] == int(best.name.removeprefix("step-"))
     assert evaluations[0]["examples"][0].keys() == {"reference", "hypothesis"}
-    assert {"loss", "lr", "effective_lr", "steps_per_second"} <= lines(tmp_path)[1].keys()
+    paces = [line for line in lines(tmp_path) if "loss" in line]
+    assert {"effective_lr", "steps_per_second"} <= paces[0].keys()
+    # The scheduled rate of the settings, though some groups have a share of it.
+    expected = [TINY.peak_lr * lr_factor(TINY, line["step"] - 1) for line in paces]
+    assert [line["lr"] for line in paces] == pytest.approx(expected)
 
 
 def test_a_folder_contains_only_one_training(cache: Path, tmp_path: Path) -> None:
@@ -723,6 +727,17 @@ def test_the_bar_shows_the_last_error_rate() -> None:
     bar.close()
     frames = [line for line in shown.getvalue().splitlines() if "2/2" in line]
     assert "WER 50.0%" in frames[-1]
+
+
+@pytest.mark.parametrize("kind", [Bar, Lines])
+def test_the_rate_shown_is_the_scheduled_one(kind: type[Lines]) -> None:
+    shown = io.StringIO()
+    reporter = kind(Console(file=shown, force_terminal=True, width=150))
+    reporter.begin("training", 2)
+    reporter.pace(Pace(1, 1.0, lr=0.04, effective_lr=0.00123, steps_per_second=1.0, seconds=1.0))
+    reporter.close()
+    assert "lr 0.04 " in shown.getvalue()
+    assert "123" not in shown.getvalue()
 
 
 @pytest.mark.parametrize(("width", "together"), [(50, False), (80, True)])

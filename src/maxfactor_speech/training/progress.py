@@ -17,8 +17,8 @@ class Pace:
 
     step: int
     loss: float
-    lr: float  # from the schedule
-    effective_lr: float  # used by the optimizer
+    lr: float  # of the settings, by the schedule
+    effective_lr: float  # the mean step size that the optimizer used
     steps_per_second: float
     seconds: float  # of training so far, without evaluations
 
@@ -68,7 +68,7 @@ class Lines(Reporter):
         left = (self._total - pace.step) / max(pace.steps_per_second, 1e-9)
         self.say(
             f"step {pace.step} of {self._total}  loss {pace.loss:.4f}  "
-            f"lr {pace.effective_lr:.2e}  {pace.steps_per_second:.2f} steps/s  "
+            f"lr {pace.lr:.3g}  {pace.steps_per_second:.2f} steps/s  "
             f"{_clock(left)} left"
         )
 
@@ -125,7 +125,7 @@ class Bar(Lines):
         """Show loss, error rate, learning rate and speed beside the bar."""
         self._last = pace
         status = (
-            f"loss {pace.loss:.3f}  {self._wer}lr {pace.effective_lr:.1e}  "
+            f"loss {pace.loss:.3f}  {self._wer}lr {pace.lr:.3g}  "
             f"{pace.steps_per_second:.1f} steps/s"
         )
         self._progress.update(self._task, completed=pace.step, status=status)
