@@ -302,7 +302,13 @@ def bench(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     model: Annotated[str, typer.Option(help="Model whose shapes are used")] = "whisper-tiny",
     dtype: Annotated[list[str] | None, typer.Option(help="May be repeated [float32]")] = None,
-    optimizers: Annotated[str, typer.Option(help="Words in their names")] = "",
+    optimizers: Annotated[
+        str,
+        typer.Option(
+            help="Names, separated by commas, as of maxfactor compare; all for every "
+            "implementation [quality, fast, lean, adamw, adafactor, muon, lion]"
+        ),
+    ] = "",
     repeats: Annotated[int, typer.Option(help="Timed steps per optimizer")] = 11,
     out: Annotated[Path | None, typer.Option(help="JSON file for the results")] = None,
     quick: Annotated[
@@ -311,12 +317,13 @@ def bench(
 ) -> None:
     """Measure the step times of MaxFactor and other optimizers.
 
-    Example: maxfactor bench --device cuda --model whisper-large-v3 --optimizers fused
+    Example: maxfactor bench --optimizers quality,fast,adamw --model whisper-base
     """
     from maxfactor_speech.bench.step_time import main as measure
 
     given = ["--device", device, "--model", model, "--repeats", str(repeats)]
-    given += ["--dtype", *(dtype or ["float32"]), "--optimizers", *optimizers.split()]
+    given += ["--dtype", *(dtype or ["float32"])]
+    given += ["--optimizers", optimizers] if optimizers else []
     given += ["--quick"] if quick else []
     given += ["--out", str(out)] if out is not None else []
     measure(given, prog="maxfactor bench")
