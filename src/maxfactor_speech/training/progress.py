@@ -69,7 +69,7 @@ class Lines(Reporter):
         self.say(
             f"step {pace.step} of {self._total}  loss {pace.loss:.4f}  "
             f"lr {pace.lr:.3g}  {pace.steps_per_second:.2f} steps/s  "
-            f"{_clock(left)} left"
+            f"{clock(left)} left"
         )
 
     def evaluated(self, step: int, evaluation: Evaluation, is_best: bool = False) -> None:
@@ -153,6 +153,7 @@ def make_reporter(console: Console) -> Reporter:
     return Bar(console) if console.is_terminal else Lines(console)
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Return a time as minutes and seconds."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"
