@@ -466,8 +466,11 @@ def _compare(
     out: Path,
     cache: Path | None,
 ) -> None:
+    from rich.console import Console
+
     from maxfactor_speech.atomic import check_writable, write_atomically
     from maxfactor_speech.compare import comparison as comparing
+    from maxfactor_speech.compare.progress import make_display
     from maxfactor_speech.compare.report import report
     from maxfactor_speech.compare.runs import Comparison
     from maxfactor_speech.data.audio import write
@@ -485,7 +488,11 @@ def _compare(
         check_requirements(replace(settings, optimizer=name), cache)
     check_model(settings)
     check_writable(out, "--out")
-    results = comparing.compare(comparison, out, jobs, cache, typer.echo)
+    display = make_display(Console(), typer.echo)
+    try:
+        results = comparing.compare(comparison, out, jobs, cache, display)
+    finally:
+        display.close()
     prepared = prepare(settings, cache)
     data = settings.task if settings.data is None else settings.data
     title = f"Optimizers compared: {data}, {settings.model}"
@@ -499,7 +506,15 @@ def _compare(
 
 def _print_best(results: list[RunResult], out: Path) -> None:
     """Print the best optimizer, and a command that tries its model."""
-    from maxfactor_speech.compare.runs import RUNS, best_label, by_quality, finished, mean_wer
+    from maxfactor_speech.compare.runs import (
+        RUNS,
+        best_errors,
+        best_label,
+        by_quality,
+        finished,
+        last_errors,
+        mean_wer,
+    )
     from maxfactor_speech.errors import InputError
 
     label = best_label(results)
@@ -507,8 +522,9 @@ def _print_best(results: list[RunResult], out: Path) -> None:
     if not group:
         raise InputError("all trainings diverged; try lower rates with --tune, or raise --warmup")
     model = out / RUNS / min(group, key=by_quality).folder
+    best, last = mean_wer(best_errors(group)), mean_wer(last_errors(group))
     seeds = "" if len(group) == 1 else f" (mean of {len(group)} seeds)"
-    typer.echo(f"best:    {label}, WER {mean_wer(group):.1%}{seeds}. Try it:")
+    typer.echo(f"best:    {label}, WER {best:.1%}{seeds}; after the last step {last:.1%}. Try it:")
     typer.echo(f"  {_transcribe_command(model, out)}")
 
 
