@@ -18,13 +18,13 @@ import torch
 from typer.testing import CliRunner
 
 import maxfactor
-from figures import fam_pictures
+from figures import fam_pictures, report_picture
 from maxfactor_speech.bench import contenders, shapes, step_time
 from maxfactor_speech.cli import app
 from maxfactor_speech.state_size import state_bytes
 from maxfactor_speech.training.optimizers import names as optimizer_names
 from measurement import RESULTS, Record, milliseconds, write_json
-from speech_application import Prepared, Settings, Trainer, loss_of, task_codec
+from speech_application import Comparison, Prepared, Settings, Trainer, loss_of, task_codec
 from studies import fam_spectrum, momentum_study, speech_task
 from studies.digits_task import DigitsTask, digits
 from studies.entries import Entry, entry
@@ -519,6 +519,31 @@ def test_the_range_by_a_curve() -> None:
     assert smooth_range(tried) == expected
     del tried[0.04]
     assert smooth_range(tried) is None
+
+
+def test_the_picture_of_a_terminal(tmp_path: Path) -> None:
+    comparison = Comparison(report_picture.SETTINGS, report_picture.OPTIMIZERS)
+    for name in report_picture.OPTIMIZERS:
+        folder = tmp_path / "runs" / comparison.run(name, None, 0).folder
+        folder.mkdir(parents=True)
+        pace = {"loss": 1.25, "lr": 0.0375, "effective_lr": 0.01, "steps_per_second": 2.0}
+        lines: list[dict[str, float]] = [{"step": 0, "seconds": 0.0, "wer": 1.0}]
+        for step in range(10, 401, 10):
+            lines.append({"step": step, "seconds": step / 5, **pace})
+        lines.insert(10, {"step": 90, "seconds": 18.0, "wer": 0.432})
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    report_picture.draw_terminal(tmp_path, tmp_path / "terminal.svg")
+    text = (tmp_path / "terminal.svg").read_text().replace("&#160;", " ")
+    assert text.count("170/400") == 2  # the two that run, after 35 s
+    for part in ("1: quality", "2: fast", "loss 1.250  WER 43.2%  lr 0.0375", "00:48"):
+        assert part in text
+    assert "@font-face" not in text
+
+
+def test_pictures_are_small() -> None:
+    images = list(report_picture.IMAGES.iterdir())
+    assert {one.name for one in images} == {"report.png", "terminal.svg"}
+    assert all(one.stat().st_size < 200_000 for one in images)
 
 
 def test_word_errors() -> None:

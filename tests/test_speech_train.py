@@ -641,9 +641,9 @@ def wrong_train(trained: Path, folder: Path) -> list[tuple[list[object], str]]:
         (
             ["--model", "openai/whisper-small"],
             (
-                "openai/whisper-small: no such folder, and models are not downloaded: for one of the "
-                "Hugging Face Hub, run `hf download openai/whisper-small --local-dir whisper-small`, "
-                "then give the folder whisper-small"
+                "openai/whisper-small: no such folder, and models are not downloaded: for one of "
+                "the Hugging Face Hub, run `hf download openai/whisper-small --local-dir "
+                "whisper-small`, then give the folder whisper-small"
             ),
         ),
         (["--model", "whisper-base.en"], "`hf download openai/whisper-base.en --local-dir"),

@@ -11,7 +11,7 @@ from maxfactor_speech.training.progress import Lines, Pace, Reporter, clock
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.progress import TaskID
 
     from maxfactor_speech.compare.runs import Run
@@ -102,9 +102,14 @@ class RunLines(Lines):
 
 
 class RunBars(RunLines):
-    """Shows a bar for each training that runs, and prints results above the bars."""
+    """Shows a bar for each training that runs, and prints results above the bars.
 
-    def __init__(self, console: Console) -> None:
+    Args:
+        console: A terminal.
+        get_time: The clock that the remaining time is estimated by; None is that of the system.
+    """
+
+    def __init__(self, console: Console, get_time: Callable[[], float] | None = None) -> None:
         from rich import progress  # not needed without a terminal
         from rich.table import Column
 
@@ -120,6 +125,7 @@ class RunBars(RunLines):
             progress.TimeRemainingColumn(compact=True, table_column=whole),
             console=console,
             expand=True,
+            get_time=get_time,
         )
         self._progress.start()
         self._tasks: dict[str, TaskID] = {}
@@ -153,6 +159,10 @@ class RunBars(RunLines):
         """Replace a bar by the result."""
         self._progress.remove_task(self._tasks.pop(run.folder))
         super().ended(run, outcome)
+
+    def picture(self) -> RenderableType:
+        """Return the bars as they are now."""
+        return self._progress.get_renderable()
 
     def close(self) -> None:
         """Remove all bars."""
