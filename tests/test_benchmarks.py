@@ -535,7 +535,12 @@ def test_the_picture_of_a_terminal(tmp_path: Path) -> None:
     report_picture.draw_terminal(tmp_path, tmp_path / "terminal.svg")
     text = (tmp_path / "terminal.svg").read_text().replace("&#160;", " ")
     assert text.count("170/400") == 2  # the two that run, after 35 s
-    for part in ("1: quality", "2: fast", "loss 1.250  WER 43.2%  lr 0.0375", "00:48"):
+    for part in (
+        "1: quality",
+        "2: fast",
+        "loss 1.250  WER 43.2%  lr 0.0375",
+        "00:45",
+    ):  # at 90 steps in 17.5 s
         assert part in text
     assert "@font-face" not in text
 

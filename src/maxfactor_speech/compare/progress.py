@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from maxfactor_speech.processes import tell_parent
-from maxfactor_speech.training.progress import Lines, Pace, Reporter, clock
+from maxfactor_speech.training.progress import Lines, Pace, Reporter, clock, make_bars
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,23 +110,8 @@ class RunBars(RunLines):
     """
 
     def __init__(self, console: Console, get_time: Callable[[], float] | None = None) -> None:
-        from rich import progress  # not needed without a terminal
-        from rich.table import Column
-
         super().__init__(lambda line: console.print(line, markup=False, highlight=False))
-        whole = Column(no_wrap=True)
-        self._progress = progress.Progress(
-            progress.TextColumn(
-                "{task.description}", markup=False, table_column=Column(no_wrap=True)
-            ),
-            progress.BarColumn(bar_width=None, table_column=Column(ratio=1)),
-            progress.MofNCompleteColumn(table_column=whole),
-            progress.TextColumn("{task.fields[status]}", table_column=Column()),
-            progress.TimeRemainingColumn(compact=True, table_column=whole),
-            console=console,
-            expand=True,
-            get_time=get_time,
-        )
+        self._progress = make_bars(console, get_time)
         self._progress.start()
         self._tasks: dict[str, TaskID] = {}
 

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from collections.abc import Callable
+
+    from rich.console import Console, RenderableType
+    from rich.progress import Progress
 
     from maxfactor_speech.training.evaluation import Evaluation
 
@@ -90,21 +93,8 @@ class Bar(Lines):
     """Shows a bar at the bottom of a terminal, and prints error rates above it."""
 
     def __init__(self, console: Console) -> None:
-        from rich import progress  # not needed without a terminal
-        from rich.table import Column
-
         super().__init__(console)
-        # In a narrow terminal the bar shrinks first, then the status wraps.
-        whole, rest = Column(no_wrap=True), Column(ratio=1)
-        self._progress = progress.Progress(
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(bar_width=None, table_column=rest),
-            progress.MofNCompleteColumn(table_column=whole),
-            progress.TextColumn("{task.fields[status]}", table_column=Column()),
-            progress.TimeRemainingColumn(compact=True, table_column=whole),
-            console=console,
-            expand=True,
-        )
+        self._progress = make_bars(console)
         self._progress.start()
         self._task = self._progress.add_task("", status="", visible=False)
         self._wer = ""
@@ -140,6 +130,32 @@ class Bar(Lines):
     def close(self) -> None:
         """Remove the bar."""
         self._progress.stop()
+
+
+def make_bars(console: Console, get_time: Callable[[], float] | None = None) -> Progress:
+    """Return bars with description, step, the field `status` and the remaining time."""
+    from rich import progress  # not needed without a terminal
+    from rich.constrain import Constrain
+    from rich.table import Column
+
+    class Bars(progress.Progress):
+        def get_renderable(self) -> RenderableType:
+            # Room for the ^C that a terminal shows. It would begin another line, which is not
+            # removed with the bars.
+            return Constrain(super().get_renderable(), console.width - 2)
+
+    # In a narrow terminal the bar shrinks first, then the status wraps.
+    whole, rest = Column(no_wrap=True), Column(ratio=1)
+    return Bars(
+        progress.TextColumn("{task.description}", markup=False, table_column=whole),
+        progress.BarColumn(bar_width=None, table_column=rest),
+        progress.MofNCompleteColumn(table_column=whole),
+        progress.TextColumn("{task.fields[status]}", table_column=Column()),
+        progress.TimeRemainingColumn(compact=True, table_column=whole),
+        console=console,
+        expand=True,
+        get_time=get_time,
+    )
 
 
 def rates(evaluation: Evaluation) -> str:
