@@ -1,5 +1,7 @@
 """The names of the speech application that benchmarks use; they import them from here."""
 
+from maxfactor_speech.compare.progress import RunBars, RunProgress
+from maxfactor_speech.compare.runs import RUNS, Comparison, Run
 from maxfactor_speech.data.audio import SAMPLE_RATE
 from maxfactor_speech.data.batches import (
     Order,
@@ -17,9 +19,11 @@ from maxfactor_speech.data.synthesis import synthesise as synthesise_shards
 from maxfactor_speech.data.tokens import IGNORED, Codec
 from maxfactor_speech.training.evaluation import decode, in_batches
 from maxfactor_speech.training.loop import LOG_EVERY, train_until
+from maxfactor_speech.training.metrics import read_metrics
 from maxfactor_speech.training.model import Size, loss_of, whisper
 from maxfactor_speech.training.optimizers import make_optimizer
 from maxfactor_speech.training.preparation import MAX_TOKENS, Prepared, prepare, task_codec
+from maxfactor_speech.training.progress import Pace
 from maxfactor_speech.training.settings import Settings
 from maxfactor_speech.training.trainer import Trainer
 
@@ -28,13 +32,19 @@ __all__ = [
     "IGNORED",
     "LOG_EVERY",
     "MAX_TOKENS",
+    "RUNS",
     "SAMPLE_RATE",
     "VOICES",
     "Codec",
+    "Comparison",
     "Espeak",
     "Location",
     "Order",
+    "Pace",
     "Prepared",
+    "Run",
+    "RunBars",
+    "RunProgress",
     "Script",
     "Settings",
     "Size",
@@ -52,6 +62,7 @@ __all__ = [
     "loss_of",
     "make_optimizer",
     "prepare",
+    "read_metrics",
     "render",
     "seconds_needed",
     "synthesise_shards",

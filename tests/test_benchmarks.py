@@ -18,12 +18,13 @@ import torch
 from typer.testing import CliRunner
 
 import maxfactor
-from figures import fam_pictures
+from figures import fam_pictures, report_picture
 from maxfactor_speech.bench import contenders, shapes, step_time
 from maxfactor_speech.cli import app
 from maxfactor_speech.state_size import state_bytes
+from maxfactor_speech.training.optimizers import names as optimizer_names
 from measurement import RESULTS, Record, milliseconds, write_json
-from speech_application import Prepared, Settings, Trainer, loss_of, task_codec
+from speech_application import Comparison, Prepared, Settings, Trainer, loss_of, task_codec
 from studies import fam_spectrum, momentum_study, speech_task
 from studies.digits_task import DigitsTask, digits
 from studies.entries import Entry, entry
@@ -81,9 +82,9 @@ def test_an_unknown_model() -> None:
 def test_step_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What runs everywhere and fast, in two dtypes."""
     out = tmp_path / "results" / "quick.json"
-    words = ["plain", "MaxFactor foreach", "torch AdamW", "SGD", "torch Muon"]
+    names = "quality,adamw,maxfactor plain,MaxFactor foreach,torch AdamW fused,torch SGD"
     step_time.main(
-        ["--quick", "--dtype", "float32", "bfloat16", "--out", str(out), "--optimizers", *words]
+        ["--quick", "--dtype", "float32", "bfloat16", "--out", str(out), "--optimizers", names]
     )
     printed, result = capsys.readouterr().out, json.loads(out.read_text())
     rows: dict[tuple[str, str], dict[str, Any]] = {
@@ -94,7 +95,8 @@ def test_step_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert rows[name, dtype]["wall_ms"] > 0.0
             assert name in printed
         assert rows["torch AdamW fused", dtype]["ratio"] == 1.0
-    assert rows["torch AdamW", "float32"]["state_bytes_per_parameter"] == pytest.approx(8, abs=0.01)
+    assert rows["adamw", "float32"]["state_bytes_per_parameter"] == pytest.approx(8, abs=0.01)
+    assert rows["quality", "float32"]["state_bytes_per_parameter"] < 1.5
     assert rows["torch SGD", "float32"]["state_bytes_per_parameter"] == 0.0
     assert {"date", "machine", "versions", "arguments", "parameters"} <= result.keys()
     text = out.read_text()
@@ -106,8 +108,8 @@ def test_step_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_step_time_on_a_gpu() -> None:
-    words = ["MaxFactor", "torch AdamW"]
-    result = step_time.main(["--quick", "--device", "cuda", "--optimizers", *words])
+    names = "quality,adamw,MaxFactor plain,MaxFactor foreach,torch AdamW fused"
+    result = step_time.main(["--quick", "--device", "cuda", "--optimizers", names])
     for row in result["rows"]:
         assert row["gpu_ms"] > 0.0
         assert row["extra_bytes_per_parameter"] >= 0.0
@@ -132,14 +134,38 @@ def test_the_command_names_itself_and_is_quick_on_request() -> None:
     assert wrong.exit_code == 2
     assert "maxfactor bench: error: --repeats must be at least 1, got 0" in wrong.stderr
     assert wrong.stderr.startswith("usage: maxfactor bench [OPTIONS]")
-    right = run(app, ["bench", "--quick", "--optimizers", "AdamW"])
+    right = run(app, ["bench", "--quick", "--optimizers", "adamw"])
     assert right.exit_code == 0, right.output
     assert "quick: " in right.output
 
 
-def test_a_filter_that_matches_nothing() -> None:
-    with pytest.raises(SystemExit, match=r"no optimizer has one of .*'MaxFactor plain'"):
-        contenders.chosen(["nonsense"])
+def test_the_names_are_those_of_compare() -> None:
+    assert [one.name for one in contenders.chosen(optimizer_names())] == optimizer_names()
+    assert len(contenders.chosen(["all"])) == len(contenders.CONTENDERS)
+    assert [one.name for one in contenders.chosen([])] == list(contenders.DEFAULT)
+    wrong = CliRunner().invoke(app, ["bench", "--quick", "--optimizers", "quality,adam"])
+    assert wrong.exit_code == 2
+    for known in (*optimizer_names(), "MaxFactor plain", "torch AdamW fused"):
+        assert known in wrong.stderr
+
+
+def test_recipes_are_measured_with_the_groups_of_a_real_whisper() -> None:
+    model = step_time.problem(shapes.shapes("quick"), torch.float32, "cpu")
+    assert [name for name, _ in model.named_parameters()] == list(shapes.shapes("quick"))
+    groups = maxfactor.for_model(model).param_groups
+    kinds = {group["kind"]: len(group["params"]) for group in groups}
+    # Two layers with 10 + 6 matrices; the head is tied to one of the three embeddings.
+    assert kinds == {"hidden": 16, "conv": 2, "embedding": 3, "vector": 29}
+
+
+def test_without_the_fused_adamw_the_ratio_is_to_adamw() -> None:
+    model = shapes.shapes("quick")
+    report = step_time.measure(
+        contenders.chosen(["torch SGD", "adamw"]), model, "float32", "cpu", repeats=1
+    )
+    sgd, adamw = report.rows
+    assert adamw.ratio == 1.0
+    assert sgd.ratio == pytest.approx(sgd.wall_ms / adamw.wall_ms)
 
 
 def test_state_is_counted_once() -> None:
@@ -157,8 +183,9 @@ def test_state_is_counted_once() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     out = tmp_path / "times.json"
-    options = "--model quick --repeats 1 --optimizers AdamW --dtype float32 --dtype bfloat16"
-    result = CliRunner().invoke(app, ["bench", *options.split(), "--out", str(out)])
+    options = "--model quick --repeats 1 --dtype float32 --dtype bfloat16 --optimizers"
+    names = "torch AdamW, torch AdamW fused"
+    result = CliRunner().invoke(app, ["bench", *options.split(), names, "--out", str(out)])
     assert result.exit_code == 0, result.output
     rows = json.loads(out.read_text())["rows"]
     assert {row["dtype"] for row in rows} == {"float32", "bfloat16"}
@@ -493,6 +520,36 @@ def test_the_range_by_a_curve() -> None:
     assert smooth_range(tried) == expected
     del tried[0.04]
     assert smooth_range(tried) is None
+
+
+def test_the_picture_of_a_terminal(tmp_path: Path) -> None:
+    comparison = Comparison(report_picture.SETTINGS, report_picture.OPTIMIZERS)
+    for name in report_picture.OPTIMIZERS:
+        folder = tmp_path / "runs" / comparison.run(name, None, 0).folder
+        folder.mkdir(parents=True)
+        pace = {"loss": 1.25, "lr": 0.0375, "effective_lr": 0.01, "steps_per_second": 2.0}
+        lines: list[dict[str, float]] = [{"step": 0, "seconds": 0.0, "wer": 1.0}]
+        for step in range(10, 401, 10):
+            lines.append({"step": step, "seconds": step / 5, **pace})
+        lines.insert(10, {"step": 90, "seconds": 18.0, "wer": 0.432})
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    report_picture.draw_terminal(tmp_path, tmp_path / "terminal.svg")
+    text = (tmp_path / "terminal.svg").read_text().replace("&#160;", " ")
+    assert text.count("170/400") == 2  # the two that run, after 35 s
+    for part in (
+        "1: quality",
+        "2: fast",
+        "loss 1.250  WER 43.2%  lr 0.0375",
+        "00:45",
+    ):  # at 90 steps in 17.5 s
+        assert part in text
+    assert "@font-face" not in text
+
+
+def test_pictures_are_small() -> None:
+    images = list(report_picture.IMAGES.iterdir())
+    assert {one.name for one in images} == {"report.png", "terminal.svg"}
+    assert all(one.stat().st_size < 200_000 for one in images)
 
 
 def test_word_errors() -> None:

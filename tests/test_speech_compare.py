@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import io
 import json
 import os
 import re
@@ -18,43 +20,56 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from maxfactor_speech.cli import app
 from maxfactor_speech.compare import comparison as comparing
 from maxfactor_speech.compare.comparison import compare
+from maxfactor_speech.compare.progress import RunBars, RunLines, RunProgress, make_display
 from maxfactor_speech.compare.report import report
-from maxfactor_speech.compare.runs import Comparison, Run, RunResult, best_label, best_lr
+from maxfactor_speech.compare.runs import (
+    Comparison,
+    Run,
+    RunResult,
+    best_label,
+    best_lr,
+    read_result,
+)
 from maxfactor_speech.errors import DivergedError, InputError
-from maxfactor_speech.processes import in_processes
+from maxfactor_speech.processes import in_processes, tell_parent
 from maxfactor_speech.training import checkpoint
 from maxfactor_speech.training import settings as settings_module
 from maxfactor_speech.training.folder_lock import folder_lock
 from maxfactor_speech.training.loop import train
 from maxfactor_speech.training.optimizers import default_lr, names
+from maxfactor_speech.training.progress import Pace
 from maxfactor_speech.training.settings import Settings, read_settings
 from maxfactor_speech.training.trainer import Trainer
 
 BASE = Settings(
     steps=2, batch_size=2, utterances=8, validation_utterances=2, evaluate_every=1, device="cpu"
 )
+SILENT = RunLines(lambda _: None)
 BROWSER = shutil.which("chromium") or shutil.which("chromium-headless-shell")
 
 
 def result_of(label: str = "adamw", **changes: Any) -> RunResult:
     """A result as good as a real one; two evaluations, of which the last is `wer`."""
     wer = changes.get("wer", 0.2) or 0.0
+    examples = [{"reference": "one <two>", "hypothesis": "one too"}]
+    last = {"wer": wer, "raw_wer": 1.5 * wer, "cer": 0.1, "examples": examples}
+    first = {**last, "wer": 2 * wer, "cer": 0.2}
     lines = [
         {"step": 10, "loss": 2.0, "seconds": 1.0},
-        {"step": 10, "wer": 2 * wer, "cer": 0.2, "seconds": 1.0},
+        {"step": 10, "seconds": 1.0, "best": 10, **first},
         {"step": 20, "loss": None, "seconds": 2.0},
-        {"step": 20, "wer": wer, "cer": 0.1, "seconds": 2.0},
+        {"step": 20, "seconds": 2.0, "best": 20, **last},
     ]
     base: dict[str, Any] = {
         "label": label, "optimizer": label.split(",")[0], "lr": 0.001, "seed": 0, "steps": 20,
         "wer": wer, "raw_wer": 1.5 * wer, "cer": 0.1, "seconds": 2.0, "parameters": 1000,
-        "state_bytes": 8000, "peak_bytes": 50 * 2**20, "metrics": lines,
-        "examples": [{"reference": "one <two>", "hypothesis": "one too"}],
+        "state_bytes": 8000, "metrics": lines, "examples": examples,
     }  # fmt: skip
     return RunResult(**{**base, **changes})
 
@@ -87,7 +102,7 @@ def test_all_optimizers_get_the_same_data_seeds_and_steps(
 ) -> None:
     seen = faked(monkeypatch, {})
     base = replace(BASE, steps=100, utterances=None, seed=5)
-    compare(Comparison(base, ["quality", "adamw"], seeds=2), tmp_path, say=lambda _: None)
+    compare(Comparison(base, ["quality", "adamw"], seeds=2), tmp_path, display=SILENT)
     assert [(run.settings.optimizer, run.settings.seed) for run in seen] == [
         ("quality", 5), ("quality", 6), ("adamw", 5), ("adamw", 6),
     ]  # fmt: skip
@@ -99,7 +114,7 @@ def test_all_optimizers_get_the_same_data_seeds_and_steps(
 def test_tuning_takes_the_best_rate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = faked(monkeypatch, {("adamw", 0.002): 0.1, ("quality", 0.01): 0.05})
     comparison = Comparison(BASE, ["quality", "adamw"], seeds=2, tune=True)
-    results = compare(comparison, tmp_path, say=lambda _: None)
+    results = compare(comparison, tmp_path, display=SILENT)
     assert len(seen) == 2 * 5 + 2 * 2
     assert {run.settings.seed for run in seen[:10]} == {0}
     assert {(one.optimizer, one.lr) for one in results} == {("quality", 0.01), ("adamw", 0.002)}
@@ -111,7 +126,7 @@ def test_faster_optimizers_get_the_same_time(
     seen = faked(monkeypatch, {})
     base = replace(BASE, steps=100, utterances=None)
     comparison = Comparison(base, ["quality", "adamw", "muon"], same_time=True)
-    results = compare(comparison, tmp_path, say=lambda _: None)
+    results = compare(comparison, tmp_path, display=SILENT)
     assert [one.label for one in results][3:] == ["adamw, same time"]  # muon is no faster
     longer = seen[-1].settings
     assert longer.steps == 400
@@ -136,24 +151,27 @@ def test_finished_trainings_are_reused(tmp_path: Path) -> None:
     cache, out = tmp_path / "cache", tmp_path / "out"
     said: list[str] = []
     comparison = Comparison(BASE, ["quality", "adamw"])
-    first = compare(comparison, out, 2, cache, said.append)
-    again = compare(comparison, out, 2, cache, said.append)
+    first = compare(comparison, out, 2, cache, RunLines(said.append))
+    again = compare(comparison, out, 2, cache, RunLines(said.append))
     assert first == again
     assert len([line for line in said if line.startswith("training ")]) == 2
-    assert len([line for line in said if "WER" in line]) == 2
+    assert len([line for line in said if re.search(r"seed 0: WER .* in \d+ s$", line)]) == 2
+    halves = r"step 1 of 2  loss .*  WER .*  lr .* left$"
+    assert len([line for line in said if re.search(halves, line)]) == 2
     quality, adamw = first
     assert quality.label == "quality"
     assert adamw.state_bytes / adamw.parameters == pytest.approx(8.0, abs=0.1)
     assert quality.state_bytes < adamw.state_bytes / 4
-    assert adamw.peak_bytes > 2**25
+    assert adamw.gpu_bytes is None  # a CPU
     assert [line["step"] for line in quality.metrics] == [0, 1, 1, 2, 2]
     told = [line["beta"] for line in quality.metrics if "beta" in line]
     assert told[-1]["model.encoder.conv1.weight"] == [pytest.approx(0.9)]
     page = report(first, "Speech")
-    assert "per layer" in page
+    assert "<h3>quality</h3>" in page  # the heat map of its betas
+    assert "GPU<br>peak" not in page
     other = replace(comparison, base=replace(BASE, task="sentences"))
     with pytest.raises(InputError, match="was started with task='digits'"):
-        compare(other, out, 1, cache, said.append)
+        compare(other, out, 1, cache, RunLines(said.append))
     options = "--steps=2 --batch-size=2 --utterances=8 --validation-utterances=2 --device=cpu"
     result = CliRunner().invoke(
         app,
@@ -200,7 +218,7 @@ def spoilt(monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
         return loss
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
-    here = lambda work, runs, _: (work(run) for run in runs)  # noqa: E731
+    here = lambda work, runs, *_: (work(run) for run in runs)  # noqa: E731
     monkeypatch.setattr(comparing, "in_processes", here)
 
 
@@ -245,11 +263,13 @@ def test_a_diverged_training_is_reported_and_the_others_continue(
     spoilt(monkeypatch, "quality")
     said: list[str] = []
     comparison = Comparison(BASE, ["quality", "adamw"], same_time=True)
-    first = compare(comparison, tmp_path / "out", 1, tmp_path / "cache", said.append)
+    first = compare(comparison, tmp_path / "out", 1, tmp_path / "cache", RunLines(said.append))
     assert [one.wer is None for one in first] == [True, False]
     assert any("quality" in line and "diverged" in line for line in said)
     monkeypatch.setattr(comparing, "train", None)  # nothing is done again
-    assert compare(comparison, tmp_path / "out", 1, tmp_path / "cache", said.append) == first
+    assert (
+        compare(comparison, tmp_path / "out", 1, tmp_path / "cache", RunLines(said.append)) == first
+    )
     cells = rows(report(first, "Speech"))
     assert cells["quality"][2] == "diverged"
     assert cells["adamw"][2].endswith("%")
@@ -277,7 +297,8 @@ def test_the_best_optimizer_has_the_best_mean(
     result = CliRunner().invoke(app, ["compare", *options.split(), "--device=cpu", *where])
     assert result.exit_code == 0, result.output
     best, hint = result.output.splitlines()[-2:]
-    assert best == "best:    adamw, WER 15.0% (mean of 2 seeds). Try it:"
+    expected = "WER 15.0% (mean of 2 seeds); after the last step 15.0%. Try it:"
+    assert best == f"best:    adamw, {expected}"
     assert Path(hint.split()[-2]).name == steady[1].folder
     lost = [result_of(wer=None, cer=None, metrics=[], examples=[])]
     monkeypatch.setattr(comparing, "compare", lambda *_: lost)
@@ -328,7 +349,8 @@ def test_a_stopped_comparison_saves_and_ends_its_trainings(
     out = tmp_path / "out"
     # One evaluation at its end: so the training would go on for long.
     options = ["--steps=20000", "--evaluate-every=20000"]
-    metrics = out / "runs" / "quality-lr0.02-steps20000-seed0" / "metrics.jsonl"
+    rate = f"{default_lr('quality'):g}"
+    metrics = out / "runs" / f"quality-lr{rate}-steps20000-seed0" / "metrics.jsonl"
     with subprocess.Popen(
         command(out, tmp_path / "cache", *options),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -345,7 +367,7 @@ def test_a_stopped_comparison_saves_and_ends_its_trainings(
                 os.killpg(started.pid, signal.SIGKILL)  # whoever is left
     lines = said.splitlines()
     assert lines[0].startswith("synthesising speech: 10 utterances")
-    assert "training 1 of 1: quality, lr 0.02, seed 0, 20000 steps …" in lines
+    assert f"training 1 of 1: quality, lr {rate}, seed 0, 20000 steps …" in lines
     assert "run the same command to continue" in lines[-1]
     assert "Traceback" not in complained
     [saved] = checkpoint.checkpoints(metrics.parent)  # though no evaluation was near
@@ -363,6 +385,57 @@ def test_a_killed_process_is_detected(tmp_path: Path) -> None:
         list(in_processes(signal.raise_signal, [int(signal.SIGKILL)], 1))
     with pytest.raises(InputError, match="contains no training to resume"):
         list(in_processes(read_settings, [tmp_path], 1))
+
+
+def test_workers_send_messages_before_their_result() -> None:
+    told: list[tuple[int, object]] = []
+    done = list(in_processes(tell_parent, [5, 6], 2, lambda item, what: told.append((item, what))))
+    assert done == [None, None]
+    assert sorted(told) == [(5, 5), (6, 6)]
+    tell_parent("nobody")  # dropped: this is not a worker
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_each_training_has_a_bar(width: int) -> None:
+    shown = io.StringIO()
+    bars = RunBars(Console(file=shown, force_terminal=True, width=width))
+    comparison = Comparison(replace(BASE, steps=200), ["published-1.0", "adamw"])
+    runs = [comparison.run(name, None, 0) for name in comparison.optimizers]
+    for number, run in enumerate(runs, 1):
+        bars.started(run, number, 2)
+        bars.progressed(run, RunProgress(50))  # resumed
+        pace = Pace(120, 1.25, lr=0.04, effective_lr=0.001, steps_per_second=2.0, seconds=60.0)
+        bars.progressed(run, RunProgress(120, pace, wer=0.5))
+    bars._progress.refresh()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue())
+    for name in ("1: published-1.0 ", "2: adamw "):
+        line = [line for line in text.splitlines() if line.startswith(name)][-1]
+        assert re.search(r"━ +120/200 loss 1\.250  WER 50\.0%  lr 0\.04 +[0-9-]+:", line), line
+        assert len(line) <= width - 2  # room for ^C
+    bars.ended(runs[0], "WER 10.0% in 60 s")
+    bars.close()
+    assert f"{runs[0]}: WER 10.0% in 60 s" in shown.getvalue()
+    assert bars._progress.tasks == []
+
+
+@pytest.mark.parametrize(("terminal", "kind"), [(True, RunBars), (False, RunLines)])
+def test_bars_need_a_terminal(terminal: bool, kind: type[RunLines]) -> None:
+    display = make_display(Console(file=io.StringIO(), force_terminal=terminal), print)
+    display.close()
+    assert type(display) is kind
+
+
+def test_lines_tell_each_tenth_of_a_training() -> None:
+    said: list[str] = []
+    lines = RunLines(said.append)
+    run = Comparison(replace(BASE, steps=200), ["adamw"]).run("adamw", None, 0)
+    lines.progressed(run, RunProgress(0))
+    for step in range(10, 201, 10):
+        pace = Pace(step, 1.25, lr=0.04, effective_lr=0.001, steps_per_second=2.0, seconds=1.0)
+        lines.progressed(run, RunProgress(step, pace))
+        lines.progressed(run, RunProgress(step, pace, wer=0.5))
+    assert len(said) == 9
+    assert said[0] == "  adamw, lr 0.001, seed 0: step 20 of 200  loss 1.250  lr 0.04  1:30 left"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs locks of POSIX")
@@ -417,7 +490,7 @@ def rows(page: str) -> dict[str, list[str]]:
     """The cells of the table of results by their first."""
     table = page.split("<h2>Results</h2>")[1].split("</table>")[0]
     found = {}
-    for row in table.split("<tr")[2:]:
+    for row in table.split("<tbody>")[1].split("<tr")[1:]:
         name, *cells = [re.sub("<.*?>", "", cell) for cell in re.findall("<td>.*?</td>", row)]
         found[name] = cells
     return found
@@ -427,12 +500,55 @@ def test_the_table_has_means_and_spreads() -> None:
     cells = rows(report(several(), "Speech"))
     assert cells["adamw"][:2] == ["0.001", "20"]
     assert cells["adamw"][2] == "25.0% ± 7.1%"
-    assert cells["adamw"][3] == "37.5%"  # raw
-    assert cells["adamw"][5] == "not reached"
+    assert cells["adamw"][3:6] == ["37.5%", "10.0%", "20"]  # raw, CER, step of the best
+    assert cells["adamw"][6:8] == ["25.0% ± 7.1%", "37.5%"]  # after the last step
+    assert cells["adamw"][8] == "never"
     assert cells["fast"][2] == "4.0%"
-    assert cells["fast"][5] == "10"
-    assert cells["adamw, same time"][5] == "20"
-    assert cells["fast"][6:] == ["100", "2", "8.00", "50"]
+    assert cells["fast"][8] == "10"
+    assert cells["adamw, same time"][8] == "20"
+    assert cells["fast"][9:] == ["100", "2", "0.01", "8.00"]
+
+
+def overtrained(label: str, best: float, last: float) -> RunResult:
+    """A training whose best checkpoint is not its last one."""
+    result = result_of(label, wer=last)
+    first, second = (line for line in result.metrics if "wer" in line)
+    first.update(wer=best, raw_wer=best, cer=best)
+    second["best"] = 10
+    return result
+
+
+def test_ranks_are_by_the_best_checkpoint_and_both_are_shown() -> None:
+    results = [overtrained("fast", 0.05, 0.3), overtrained("adamw", 0.1, 0.2)]
+    assert best_label(results) == "fast"
+    page = report(results, "Speech")
+    assert "Best: fast, with 5.0% of the words wrong at its best checkpoint. " in page
+    assert "After the last step it is adamw, with 20.0%." in page
+    assert "best checkpoint: fast 5.0% in 2 s, adamw 10.0% in 2 s." in page
+    cells = rows(page)
+    assert cells["fast"][2:8] == ["5.0%", "5.0%", "5.0%", "10", "30.0%", "45.0%"]
+    tried = [
+        replace(overtrained("fast", best, last), lr=lr)
+        for lr, best, last in ((0.1, 0.05, 0.3), (0.2, 0.1, 0.2))
+    ]
+    assert best_lr(tried, "fast") == 0.1
+
+
+def test_memory_is_the_state_and_that_of_a_gpu() -> None:
+    assert "GPU<br>peak" not in report(several(), "Speech")
+    page = report([result_of(gpu_bytes=50_000_000), result_of("lean", wer=None)], "Speech")
+    assert "GPU<br>peak, MB" in page
+    assert rows(page)["adamw"][-3:] == ["0.01", "8.00", "50"]
+    assert len(rows(page)["lean"]) == len(rows(page)["adamw"])
+
+
+def test_results_from_before_are_still_read(tmp_path: Path) -> None:
+    run = Comparison(BASE, ["adamw"]).run("adamw", None, 0)
+    folder = tmp_path / run.folder
+    folder.mkdir()
+    (folder / "settings.json").write_text(json.dumps(vars(run.settings)))
+    (folder / "result.json").write_text(json.dumps({**vars(result_of()), "peak_bytes": 5}))
+    assert read_result(run, tmp_path) == result_of()
 
 
 def test_the_page_shows_the_settings_and_the_rates_tried() -> None:
@@ -471,7 +587,7 @@ def test_every_optimizer_has_its_own_color() -> None:
 def test_the_page_escapes_texts() -> None:
     page = report(several(), "Speech <b>")
     assert "Speech &lt;b&gt;" in page
-    assert "<td>one &lt;two&gt;</td>" in page
+    assert "one &lt;two&gt;</dd>" in page
     assert "one <del>too</del>" in page
 
 
@@ -481,20 +597,68 @@ def test_the_page_needs_no_network() -> None:
     assert outside == []
 
 
+def in_browser(path: Path, size: str = "1200,1000") -> subprocess.CompletedProcess[str]:
+    """Show a page, without anything outside of it; return what it has become."""
+    command = [
+        str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+        "--disable-background-networking", "--virtual-time-budget=10000", f"--window-size={size}",
+        "--dump-dom", path.as_uri(),
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+
+
+# Whatever is wider than the page and does not scroll inside a box, and the widths of all charts.
+MEASURE = """
+<pre id="measured"></pre><script>
+const frame = document.querySelector("iframe");
+frame.onload = () => setTimeout(() => {
+  const inside = frame.contentDocument, width = inside.documentElement.clientWidth;
+  const wide = [...inside.body.querySelectorAll("*")].filter(
+    one => one.getBoundingClientRect().right > width + 1 && !one.closest(".scroll *")
+           && !one.closest("svg *"));
+  const charts = [...inside.querySelectorAll(".main-svg")].map(one => one.clientWidth);
+  inside.querySelector(".legend button").click();
+  setTimeout(() => {
+    const hidden = [...inside.querySelectorAll(".charts .plotly-graph-div")].map(
+      chart => chart.data.filter(trace => trace.visible === false).length);
+    document.getElementById("measured").textContent = JSON.stringify({
+      width, page: inside.documentElement.scrollWidth, wide: wide.map(one => one.outerHTML),
+      charts, hidden});
+  }, 500);
+}, 3000);
+</script>
+"""
+
+
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 def test_a_browser_shows_the_page(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text(report(several(), "Speech"))
-    command = [
-        str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
-        "--virtual-time-budget=10000", "--dump-dom", path.as_uri(),
-    ]  # fmt: skip
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    shown = in_browser(path)
     assert [line for line in shown.stderr.splitlines() if "CONSOLE" in line] == []
     assert len(re.findall('class="plot-container', shown.stdout)) == 5  # four charts, a heat map
     assert len(re.findall('class="main-svg"', shown.stdout)) >= 5
     for title in ("Word error rate by steps", "Training loss by seconds of training"):
         assert title in shown.stdout
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [420, 1200])
+def test_nothing_runs_off_the_page(tmp_path: Path, width: int) -> None:
+    """In a frame, because the windows of Chromium cannot be as narrow as a phone."""
+    results = [*several(), *(result_of(name) for name in names() if name not in ("fast", "adamw"))]
+    page = report(results, "Optimizers compared: recordings/in_a_folder_with_a_long_name, nano")
+    style = f"width:{width}px;height:900px;border:0"
+    frame = f'<iframe style="{style}" srcdoc="{html.escape(page)}"></iframe>{MEASURE}'
+    (tmp_path / "frame.html").write_text(f"<!doctype html><body>{frame}</body>")
+    shown = in_browser(tmp_path / "frame.html", "1300,1000").stdout
+    found = json.loads(shown.split('<pre id="measured">')[1].split("</pre>")[0])
+    assert found["page"] == found["width"] <= width
+    assert found["wide"] == []
+    columns = 1 if width < 800 else 2
+    assert all(0.4 * width < one <= width for one in found["charts"])
+    assert min(found["charts"]) < 1.1 * width / columns
+    assert found["hidden"] == [1] * 4  # a click on the legend hides a curve in each chart
 
 
 def test_results_are_restored_from_json() -> None:

@@ -79,6 +79,7 @@ def test_folders(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["huge"], "huge is neither a size of Whisper (tiny, "),
+        (["a/model"], "run `hf download a/model --local-dir model`, then give the folder model"),
         (["tiny", "--dtype", "int8"], "--dtype must be one of fp32, bf16, fp16, got int8"),
         (["tiny", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
     ],

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+import typer
 from rich.console import Console
 from transformers import WhisperForConditionalGeneration
 from typer.testing import CliRunner
@@ -41,7 +42,7 @@ from maxfactor_speech.training.loop import train
 from maxfactor_speech.training.metrics import METRICS, Metrics
 from maxfactor_speech.training.model_folder import load_model
 from maxfactor_speech.training.preparation import Prepared, prepare
-from maxfactor_speech.training.progress import Bar, Pace
+from maxfactor_speech.training.progress import Bar, Lines, Pace
 from maxfactor_speech.training.settings import Settings, lr_factor
 from maxfactor_speech.training.trainer import Trainer
 from noise import prepared as noise_prepared
@@ -354,7 +355,11 @@ def test_checkpoints_are_models_and_the_last_are_kept(cache: Path, tmp_path: Pat
     assert evaluations[0]["best"] is None  # random weights are not kept
     assert evaluations[-1]["best"] == int(best.name.removeprefix("step-"))
     assert evaluations[0]["examples"][0].keys() == {"reference", "hypothesis"}
-    assert {"loss", "lr", "effective_lr", "steps_per_second"} <= lines(tmp_path)[1].keys()
+    paces = [line for line in lines(tmp_path) if "loss" in line]
+    assert {"effective_lr", "steps_per_second"} <= paces[0].keys()
+    # The scheduled rate of the settings, though some groups have a share of it.
+    expected = [TINY.peak_lr * lr_factor(TINY, line["step"] - 1) for line in paces]
+    assert [line["lr"] for line in paces] == pytest.approx(expected)
 
 
 def test_a_folder_contains_only_one_training(cache: Path, tmp_path: Path) -> None:
@@ -455,9 +460,20 @@ def test_help_fits_a_screen() -> None:
     result = run("--help")
     assert result.exit_code == 0
     assert len(result.output.splitlines()) <= 24
-    for command in ("train", "transcribe"):
-        text = run(command, "--help").output
-        assert f"Example: maxfactor {command} " in text
+
+
+def test_the_help_of_each_command_has_examples_that_are_right() -> None:
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).output
+        assert max(map(len, shown.splitlines())) <= 80
+        examples = shown.split("Examples:")[1].strip().splitlines()
+        assert len(examples) >= 2
+        for example in examples:
+            program, called, *arguments = shlex.split(example)
+            assert (program, called) == ("maxfactor", name)
+            command.make_context(name, arguments)  # raises for options that do not exist
+        for option in command.params:
+            assert getattr(option, "help", ""), (name, option.name)
 
 
 def test_files_of_any_rate_are_transcribed(trained: Path, tmp_path: Path) -> None:
@@ -578,7 +594,7 @@ def wrong_transcribe(trained: Path, folder: Path) -> list[tuple[list[object], st
         ),
         (
             ["compare", "--model", folder / "gone", "--out", folder / "out"],
-            "gone: no config.json",
+            "gone: no such folder",
         ),
     ]
 
@@ -622,10 +638,18 @@ def wrong_train(trained: Path, folder: Path) -> list[tuple[list[object], str]]:
         ),
         (["--translate"], "translate must be given with data"),
         (["--language", "fr"], "language must be one of en, de, es, got 'fr'"),
-        (["--model", "openai/whisper-small"], "hf download openai/whisper-small --local-dir"),
+        (
+            ["--model", "openai/whisper-small"],
+            (
+                "openai/whisper-small: no such folder, and models are not downloaded: for one of "
+                "the Hugging Face Hub, run `hf download openai/whisper-small --local-dir "
+                "whisper-small`, then give the folder whisper-small"
+            ),
+        ),
+        (["--model", "whisper-base.en"], "`hf download openai/whisper-base.en --local-dir"),
         (["--patience", "0"], "patience must be a whole number of at least 1, got 0"),
         (["--task", "songs"], "task must be one of digits, sentences, got 'songs'"),
-        (["--model", folder / "gone"], "gone: no config.json"),
+        (["--model", folder / "gone"], "gone: no such folder"),
         (["--clip", "-1"], "clip must be finite and not negative (0 disables it), got -1.0"),
         (["--device", "foo"], "device must be cpu, cuda, cuda:1, …, got 'foo'"),
         (["--device", "cuda:99"], "device cuda:99: torch finds"),
@@ -681,8 +705,8 @@ def test_errors_are_reported_before_speech_is_synthesised(
     cases: list[tuple[list[object], str]] = [
         (["train", "--optimizer", "lion"], "pip install lion-pytorch"),
         (["compare", "--optimizers", "quality,lion"], "pip install lion-pytorch"),
-        (["train", "--model", tmp_path / "gone"], "gone: no config.json"),
-        (["compare", "--model", tmp_path / "gone"], "gone: no config.json"),
+        (["train", "--model", tmp_path / "gone"], "gone: no such folder"),
+        (["compare", "--model", tmp_path / "gone"], "gone: no such folder"),
         (["train", "--device", "cuda:99"], "torch finds"),
         (["compare", "--device", "cuda:99"], "torch finds"),
         (["train", "--out", tmp_path / "file"], "file is a file; choose another folder with --out"),
@@ -723,6 +747,17 @@ def test_the_bar_shows_the_last_error_rate() -> None:
     bar.close()
     frames = [line for line in shown.getvalue().splitlines() if "2/2" in line]
     assert "WER 50.0%" in frames[-1]
+
+
+@pytest.mark.parametrize("kind", [Bar, Lines])
+def test_the_rate_shown_is_the_scheduled_one(kind: type[Lines]) -> None:
+    shown = io.StringIO()
+    reporter = kind(Console(file=shown, force_terminal=True, width=150))
+    reporter.begin("training", 2)
+    reporter.pace(Pace(1, 1.0, lr=0.04, effective_lr=0.00123, steps_per_second=1.0, seconds=1.0))
+    reporter.close()
+    assert "lr 0.04 " in shown.getvalue()
+    assert "123" not in shown.getvalue()
 
 
 @pytest.mark.parametrize(("width", "together"), [(50, False), (80, True)])
@@ -787,3 +822,14 @@ def patch_train(replacement: Callable[..., None], call: Callable[[], object]) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "train", replacement)
         call()
+
+
+def test_without_the_extra_packages_the_hint_is_one_that_works() -> None:
+    """The package is on no index, so only a clone can be installed."""
+    code = "import sys; sys.modules['typer'] = None; import maxfactor_speech.cli"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "In a clone of the repository, run: pip install '.[speech]'" in result.stderr
+    source = Path(cli.__file__).parent
+    texts = [path.read_text() for path in source.parent.rglob("*.py")]
+    assert not any("maxfactor[" in text for text in texts)

@@ -2,7 +2,7 @@
 
 python benchmarks/timing/step_time.py                             # Whisper-tiny on the CPU
 python benchmarks/timing/step_time.py --device cuda --model whisper-large-v3
-python benchmarks/timing/step_time.py --optimizers MaxFactor AdamW --out FILE.json
+python benchmarks/timing/step_time.py --optimizers quality,adamw --out FILE.json
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Train, compare and use Whisper-like speech recognisers with MaxFactor: the command `maxfactor`.
 
-Install from a clone with `pip install -e '.[speech]'`. This package imports nothing here, so that
+Install from a clone with `pip install '.[speech]'`. This package imports nothing here, so that
 worker processes that only synthesise speech start quickly.
 """

@@ -16,7 +16,7 @@ try:
 except ImportError:
     sys.exit(
         "The command maxfactor needs more packages. In a clone of the repository, run: "
-        "pip install -e '.[speech]'"
+        "pip install '.[speech]'"
     )
 
 if TYPE_CHECKING:
@@ -39,6 +39,11 @@ app = typer.Typer(
     rich_markup_mode=None,  # square brackets are text, not markup
     pretty_exceptions_enable=False,
 )
+
+
+def _examples(*commands: str) -> str:
+    """Return the end of a command's help. The first character keeps its lines as they are."""
+    return "\n".join(["\b", "Examples:", *(f"  maxfactor {one}" for one in commands)])
 
 
 def _print_version(wanted: bool) -> None:
@@ -67,10 +72,14 @@ def _maxfactor(
 
 
 # Options of several commands. None is the default of the setting, in square brackets.
-Task = Annotated[str | None, typer.Option(help="digits or sentences [digits]")]
+Task = Annotated[
+    str | None, typer.Option(help="Speech to synthesise: digits or sentences [digits]")
+]
 Language = Annotated[
     str | None,
-    typer.Option(help="Spoken language, code or name; of a task: en, de, es [the model's, or en]"),
+    typer.Option(
+        help="Spoken language, code or name; if synthesised, en, de or es [the model's, or en]"
+    ),
 ]
 Translate = Annotated[
     bool | None,
@@ -82,34 +91,45 @@ Data = Annotated[
 ]
 Validation = Annotated[
     str | None,
-    typer.Option(help="Recordings for validation [those of --data, or 1 in 20 of it]"),
+    typer.Option(help="Recordings for validation [the validation part of --data, or 1 in 20]"),
 ]
 Strict = Annotated[
-    bool | None, typer.Option("--strict", help="Refuse recordings that cannot be used")
+    bool | None,
+    typer.Option(
+        "--strict", help="Refuse recordings that cannot be used, instead of leaving them out"
+    ),
 ]
-UtteranceCount = Annotated[int | None, typer.Option(help="Utterances to synthesise")]
+UtteranceCount = Annotated[
+    int | None,
+    typer.Option(help="Utterances to synthesise [all that the steps need, at most 24000]"),
+]
 ValidationCount = Annotated[
     int | None, typer.Option(help="Utterances to synthesise for validation [256]")
 ]
-Model = Annotated[str | None, typer.Option(help="nano, tiny, base, or a model folder [nano]")]
+Model = Annotated[
+    str | None,
+    typer.Option(help="nano, tiny or base with random weights, or a model folder [nano]"),
+]
 LearningRate = Annotated[
     float | None, typer.Option(help="Peak learning rate [the optimizer's default]")
 ]
-Decay = Annotated[float | None, typer.Option(help="[the optimizer's default]")]
-Schedule = Annotated[str | None, typer.Option(help="cosine, linear or constant [cosine]")]
-Warmup = Annotated[float | None, typer.Option(help="Fraction of the steps [0.1]")]
+Decay = Annotated[float | None, typer.Option(help="Weight decay [the optimizer's default]")]
+Schedule = Annotated[
+    str | None, typer.Option(help="Decay of the learning rate: cosine, linear or constant [cosine]")
+]
+Warmup = Annotated[float | None, typer.Option(help="Warm-up, as a share of the steps [0.1]")]
 Clip = Annotated[
     float | None,
-    typer.Option(help="Maximum gradient norm, 0 for no clipping [1; 0 for MaxFactor]"),
+    typer.Option(help="Clip gradients to this norm, 0 for no clipping [1; 0 for our recipes]"),
 ]
-Steps = Annotated[int | None, typer.Option(help="Optimizer steps [500]")]
+Steps = Annotated[int | None, typer.Option(help="Steps of the optimizer [500]")]
 BatchSize = Annotated[int | None, typer.Option(help="Utterances per batch [16]")]
 Accumulation = Annotated[int | None, typer.Option(help="Batches per step [1]")]
 Dtype = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16 [fp32]")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, … [auto]")]
-Seed = Annotated[int | None, typer.Option(help="Of weights, order and augmentation [0]")]
+Seed = Annotated[int | None, typer.Option(help="Seed of weights, order and augmentation [0]")]
 Augment = Annotated[
-    bool | None, typer.Option("--spec-augment", help="Mask stretches of time and frequency")
+    bool | None, typer.Option("--spec-augment", help="Mask random stretches of time and frequency")
 ]
 CudaGraphs = Annotated[
     bool | None,
@@ -118,14 +138,23 @@ CudaGraphs = Annotated[
 EvaluateEvery = Annotated[
     int | None, typer.Option(help="Steps between evaluations and checkpoints [100]")
 ]
-Workers = Annotated[int | None, typer.Option(help="Processes that synthesise [one per core]")]
+Workers = Annotated[
+    int | None, typer.Option(help="Processes that synthesise speech [one per core]")
+]
 Cache = Annotated[
     Path | None,
     typer.Option(help="Folder that caches synthesised speech [~/.cache/maxfactor/speech]"),
 ]
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "train",
+        "train --task sentences --model tiny --steps 2000 --dtype bf16",
+        "train --data recordings/ --model whisper-small --language german",
+        "train --resume --out runs/digits-quality",
+    )
+)
 def train(
     task: Task = None,
     language: Language = None,
@@ -163,31 +192,29 @@ def train(
     evaluate_every: EvaluateEvery = None,
     gradient_checkpointing: Annotated[
         bool | None,
-        typer.Option("--gradient-checkpointing", help="Take less memory and more time"),
+        typer.Option("--gradient-checkpointing", help="Compute activations twice, to save memory"),
     ] = None,
     keep: Annotated[
         int | None, typer.Option(help="Checkpoints to keep, besides the best [2]")
     ] = None,
     patience: Annotated[
-        int | None, typer.Option(help="End after that many evaluations without improvement")
+        int | None, typer.Option(help="End after that many evaluations without improvement [never]")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder [runs/TASK-OPTIMIZER]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write [runs/TASK-OPTIMIZER]")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the training in --out; --steps may be more")
+        bool,
+        typer.Option(
+            "--resume", help="Continue the training in --out, with more --steps if you like"
+        ),
     ] = False,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write TensorBoard logs")
     ] = False,
-    shard: Annotated[
-        str | None, typer.Option(help="ddp, fsdp or hsdp, with the processes of torchrun")
-    ] = None,
+    shard: Annotated[str | None, typer.Option(help="Under torchrun: ddp, fsdp or hsdp")] = None,
     workers: Workers = None,
     cache: Cache = None,
 ) -> None:
-    """Train a Whisper on synthesised speech, or on your recordings.
-
-    Example: maxfactor train --task sentences --model tiny --steps 2000 --dtype bf16
-    """
+    """Train a Whisper on synthesised speech, or on your recordings."""
     given = dict(locals())
     others = {
         name: given.pop(name)
@@ -199,18 +226,31 @@ def train(
         _train(settings, **{**others, "out": folder})
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "compare --optimizers quality,fast,adamw",
+        "compare --optimizers quality,muon --seeds 3 --tune --jobs 2",
+    )
+)
 def compare(
     optimizers: Annotated[
-        str, typer.Option(help="Names, separated by commas; see --optimizer of maxfactor train")
+        str,
+        typer.Option(
+            help="Names, separated by commas: quality, fast, lean, published-1.0, …, adamw, "
+            "adafactor, muon, lion"
+        ),
     ] = "quality,adamw",
-    seeds: Annotated[int, typer.Option(help="Number of seeds")] = 1,
+    seeds: Annotated[
+        int, typer.Option(help="Trainings of each optimizer, each with its own seed")
+    ] = 1,
     tune: Annotated[
         bool, typer.Option("--tune", help="Search for the best learning rate of each optimizer")
     ] = False,
     same_time: Annotated[
         bool,
-        typer.Option("--same-time", help="Also train the others for the time of the first one"),
+        typer.Option(
+            "--same-time", help="Also train faster optimizers for the time of the first one"
+        ),
     ] = False,
     jobs: Annotated[int, typer.Option(help="Trainings that run at the same time")] = 1,
     task: Task = None,
@@ -233,15 +273,12 @@ def compare(
     spec_augment: Augment = None,
     cuda_graphs: CudaGraphs = None,
     evaluate_every: EvaluateEvery = None,
-    out: Annotated[Path, typer.Option(help="Folder; finished trainings in it are reused")] = Path(
-        "runs/compare"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Folder to write; its finished trainings are reused")
+    ] = Path("runs/compare"),
     cache: Cache = None,
 ) -> None:
-    """Train several optimizers on the same data, and write a report.
-
-    Example: maxfactor compare --optimizers quality,fast,adamw,muon --seeds 3 --tune
-    """
+    """Train several optimizers on the same data, and write a report."""
     given = dict(locals())
     for name in ("optimizers", "seeds", "tune", "same_time", "jobs", "out", "cache"):
         del given[name]
@@ -251,7 +288,12 @@ def compare(
         _compare(settings, names, seeds, tune, same_time, jobs, out, cache)
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "data recordings/",
+        "data recordings/ --validation more.tsv --decode",
+    )
+)
 def data(
     path: Annotated[Path, typer.Argument(help="A folder or a table of recordings")],
     validation: Annotated[Path | None, typer.Option(help="Recordings for validation")] = None,
@@ -264,8 +306,6 @@ def data(
 
     Takes folders in the layout of LibriSpeech, Common Voice, audiofolder, LJSpeech and Kaldi, NeMo
     manifests, and .tsv, .csv and .jsonl files with the columns path and text.
-
-    Example: maxfactor data recordings/ --validation more.tsv
     """
     with _one_line_errors():
         from maxfactor_speech.data_command import show_data
@@ -275,19 +315,21 @@ def data(
             raise typer.Exit(NOT_USABLE)
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "transcribe runs/digits-quality recording.wav",
+        "transcribe whisper-small talk.mp3 --timestamps --device cuda",
+    )
+)
 def transcribe(
     model: Annotated[Path, typer.Argument(help="Folder of a training, a checkpoint or a model")],
     audio: Annotated[list[Path], typer.Argument(help="WAV, FLAC, OGG or MP3 files")],
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     timestamps: Annotated[
-        bool, typer.Option("--timestamps", help="Print a line with start and end for each segment")
+        bool, typer.Option("--timestamps", help="Print start, end and text of each segment")
     ] = False,
 ) -> None:
-    """Transcribe audio files of any length.
-
-    Example: maxfactor transcribe runs/digits-quality recording.wav
-    """
+    """Transcribe audio files of any length."""
     with _one_line_errors():
         from maxfactor_speech.training.transcription import transcribe_files
 
@@ -297,52 +339,68 @@ def transcribe(
                 typer.echo(line if len(audio) == 1 else f"{path}\t{line}")
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "bench --optimizers quality,fast,adamw",
+        "bench --device cuda --model whisper-large-v3 --dtype bfloat16",
+    )
+)
 def bench(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    model: Annotated[str, typer.Option(help="Model whose shapes are used")] = "whisper-tiny",
-    dtype: Annotated[list[str] | None, typer.Option(help="May be repeated [float32]")] = None,
-    optimizers: Annotated[str, typer.Option(help="Words in their names")] = "",
+    model: Annotated[
+        str, typer.Option(help="Shapes: whisper-tiny, -base, -small, -medium, -large-v3")
+    ] = "whisper-tiny",
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="float32, bfloat16, float16; repeatable [float32]")
+    ] = None,
+    optimizers: Annotated[
+        str,
+        typer.Option(
+            help="Names, separated by commas, as of maxfactor compare; all for every "
+            "implementation [quality, fast, lean, adamw, adafactor, muon, lion]"
+        ),
+    ] = "",
     repeats: Annotated[int, typer.Option(help="Timed steps per optimizer")] = 11,
     out: Annotated[Path | None, typer.Option(help="JSON file for the results")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Use a tiny model and three steps, as a test")
+        bool, typer.Option("--quick", help="Try it with a tiny model and three steps")
     ] = False,
 ) -> None:
-    """Measure the step times of MaxFactor and other optimizers.
-
-    Example: maxfactor bench --device cuda --model whisper-large-v3 --optimizers fused
-    """
+    """Measure the step times of MaxFactor and other optimizers."""
     from maxfactor_speech.bench.step_time import main as measure
 
     given = ["--device", device, "--model", model, "--repeats", str(repeats)]
-    given += ["--dtype", *(dtype or ["float32"]), "--optimizers", *optimizers.split()]
+    given += ["--dtype", *(dtype or ["float32"])]
+    given += ["--optimizers", optimizers] if optimizers else []
     given += ["--quick"] if quick else []
     given += ["--out", str(out)] if out is not None else []
     measure(given, prog="maxfactor bench")
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "memory large-v3 --gradient-checkpointing --release-gradients",
+        "memory small --batch-size 16 --dtype fp32",
+    )
+)
 def memory(
     model: Annotated[
         str, typer.Argument(help="tiny, base, small, medium, large-v2, large-v3, or a model folder")
     ],
-    dtype: Annotated[str, typer.Option(help="Of the weights: bf16, fp16 or fp32")] = "bf16",
-    batch_size: Annotated[int, typer.Option(help="Examples; of speech, 30 s each")] = 1,
+    dtype: Annotated[str, typer.Option(help="Dtype of the weights: bf16, fp16 or fp32")] = "bf16",
+    batch_size: Annotated[int, typer.Option(help="Examples per batch; recordings of 30 s")] = 1,
     tokens: Annotated[int, typer.Option(help="Tokens of text per example")] = 448,
     gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Compute activations twice")
+        bool,
+        typer.Option("--gradient-checkpointing", help="Compute activations twice, to save memory"),
     ] = False,
     release_gradients: Annotated[
         bool,
-        typer.Option("--release-gradients", help="Free gradients in backward (our recipes alone)"),
+        typer.Option("--release-gradients", help="Free gradients in backward, with our recipes"),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes")] = False,
 ) -> None:
-    """Estimate the GPU memory that training a model takes with each optimizer.
-
-    Example: maxfactor memory large-v3 --gradient-checkpointing --release-gradients
-    """
+    """Estimate the GPU memory that training a model takes with each optimizer."""
     with _one_line_errors():
         from maxfactor_speech.memory import memory_table
 
@@ -459,8 +517,11 @@ def _compare(
     out: Path,
     cache: Path | None,
 ) -> None:
+    from rich.console import Console
+
     from maxfactor_speech.atomic import check_writable, write_atomically
     from maxfactor_speech.compare import comparison as comparing
+    from maxfactor_speech.compare.progress import make_display
     from maxfactor_speech.compare.report import report
     from maxfactor_speech.compare.runs import Comparison
     from maxfactor_speech.data.audio import write
@@ -478,7 +539,11 @@ def _compare(
         check_requirements(replace(settings, optimizer=name), cache)
     check_model(settings)
     check_writable(out, "--out")
-    results = comparing.compare(comparison, out, jobs, cache, typer.echo)
+    display = make_display(Console(), typer.echo)
+    try:
+        results = comparing.compare(comparison, out, jobs, cache, display)
+    finally:
+        display.close()
     prepared = prepare(settings, cache)
     data = settings.task if settings.data is None else settings.data
     title = f"Optimizers compared: {data}, {settings.model}"
@@ -492,7 +557,15 @@ def _compare(
 
 def _print_best(results: list[RunResult], out: Path) -> None:
     """Print the best optimizer, and a command that tries its model."""
-    from maxfactor_speech.compare.runs import RUNS, best_label, by_quality, finished, mean_wer
+    from maxfactor_speech.compare.runs import (
+        RUNS,
+        best_errors,
+        best_label,
+        by_quality,
+        finished,
+        last_errors,
+        mean_wer,
+    )
     from maxfactor_speech.errors import InputError
 
     label = best_label(results)
@@ -500,8 +573,9 @@ def _print_best(results: list[RunResult], out: Path) -> None:
     if not group:
         raise InputError("all trainings diverged; try lower rates with --tune, or raise --warmup")
     model = out / RUNS / min(group, key=by_quality).folder
+    best, last = mean_wer(best_errors(group)), mean_wer(last_errors(group))
     seeds = "" if len(group) == 1 else f" (mean of {len(group)} seeds)"
-    typer.echo(f"best:    {label}, WER {mean_wer(group):.1%}{seeds}. Try it:")
+    typer.echo(f"best:    {label}, WER {best:.1%}{seeds}; after the last step {last:.1%}. Try it:")
     typer.echo(f"  {_transcribe_command(model, out)}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 
 
 class InputError(ValueError):
@@ -18,3 +19,16 @@ def failure_reason(error: BaseException) -> str:
     text = str(getattr(error, "strerror", None) or error) or type(error).__name__
     is_full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text
     return "the disk is full" if is_full else text.splitlines()[0]
+
+
+def download_hint(model: str) -> str:
+    """Return how to get a model that is named as on the Hugging Face Hub; "" for other names."""
+    if re.fullmatch(r"whisper-[\w.-]+", model):
+        model = f"openai/{model}"
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        return ""
+    folder = model.split("/")[1]
+    return (
+        f"models are not downloaded: for one of the Hugging Face Hub, run `hf download {model} "
+        f"--local-dir {folder}`, then give the folder {folder}"
+    )

@@ -22,7 +22,7 @@ import torch
 
 import maxfactor
 from maxfactor_speech.bench.shapes import MODELS, Whisper
-from maxfactor_speech.errors import InputError, failure_reason
+from maxfactor_speech.errors import InputError, download_hint, failure_reason
 
 if TYPE_CHECKING:
     from torch import nn
@@ -135,9 +135,10 @@ def _build(model: str) -> nn.Module:
         if kind is None:
             raise InputError(f"{model}/config.json names no known architecture, but {name!r}")
     else:
+        hint = "" if Path(model).exists() else download_hint(model)
         raise InputError(
             f"{model} is neither a size of Whisper ({', '.join(SIZES)}) nor a folder with a "
-            "config.json"
+            "config.json" + (f"; {hint}" if hint else "")
         )
     with torch.device("meta"):
         built: nn.Module = kind(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+from contextlib import suppress
 from itertools import islice
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -21,11 +22,32 @@ R = TypeVar("R")
 
 
 class _Worker(NamedTuple):
-    name: str
+    item: Any
     process: SpawnProcess
 
 
-def in_processes(work: Callable[[T], R], items: Iterable[T], jobs: int) -> Generator[R, None, None]:
+class _Told(NamedTuple):
+    """A message of a worker that is not its result."""
+
+    message: Any
+
+
+_parent: Connection | None = None  # set in a worker: the pipe to the process that started it
+
+
+def tell_parent(message: object) -> None:
+    """Send a message to the `on_message` of `in_processes`; dropped if this is not a worker."""
+    if _parent is not None:
+        with suppress(BrokenPipeError):  # the parent has ended, and so will this process
+            _parent.send(_Told(message))
+
+
+def in_processes(
+    work: Callable[[T], R],
+    items: Iterable[T],
+    jobs: int,
+    on_message: Callable[[T, Any], None] = lambda *_: None,
+) -> Generator[R, None, None]:
     """Yield the results of `work(item)` as they arrive, each computed in a new process.
 
     The pools of `multiprocessing` wait forever for a worker that the system has killed; here a
@@ -36,6 +58,7 @@ def in_processes(work: Callable[[T], R], items: Iterable[T], jobs: int) -> Gener
         work: A function at the top level of a module. An InputError that it raises is re-raised.
         items: One for each process. Messages name a process by `str(item)`.
         jobs: The number of processes that run at the same time.
+        on_message: Called with an item and each message that its process sends by `tell_parent`.
     """
     waiting = iter(items)
     workers: dict[Connection, _Worker] = {}
@@ -44,7 +67,10 @@ def in_processes(work: Callable[[T], R], items: Iterable[T], jobs: int) -> Gener
         while workers:
             ready = wait(list(workers))[0]
             assert isinstance(ready, Connection)
-            result: R = _receive(ready, workers[ready])
+            result: R | _Told = _receive(ready, workers[ready])
+            if isinstance(result, _Told):
+                on_message(workers[ready].item, result.message)
+                continue
             workers.pop(ready).process.join()
             workers.update(_start(work, item) for item in islice(waiting, 1))
             yield result
@@ -61,7 +87,7 @@ def _start(work: Callable[[T], R], item: T) -> tuple[Connection, _Worker]:
     process = context.Process(target=_run, args=(work, item, sender), daemon=True)
     process.start()
     sender.close()  # the worker holds the only copy, so its end closes the pipe
-    return receiver, _Worker(str(item), process)
+    return receiver, _Worker(item, process)
 
 
 def _stop(process: SpawnProcess) -> None:
@@ -75,7 +101,7 @@ def _receive(receiver: Connection, worker: _Worker) -> Any:
         result = receiver.recv()
     except EOFError as error:
         worker.process.join()
-        raise InputError(f"{worker.name}: {_ending(worker.process.exitcode)}") from error
+        raise InputError(f"{worker.item}: {_ending(worker.process.exitcode)}") from error
     if isinstance(result, InputError):
         raise result
     return result
@@ -92,6 +118,8 @@ def _ending(status: int | None) -> str:
 
 def _run(work: Callable[[T], R], item: T, sender: Connection) -> None:
     """Run in the worker: compute the result and send it."""
+    global _parent
+    _parent = sender
     ignore_interrupts()
     _end_with_parent()
     try:

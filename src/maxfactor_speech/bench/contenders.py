@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 import maxfactor
+from maxfactor_speech.errors import InputError
+from maxfactor_speech.training.optimizers import PEERS, make_optimizer, names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch.nn import Parameter
+    from torch.nn import Module, Parameter
 
 BASELINE = "torch AdamW fused"
-LR = 1e-5  # small, so that the weights hardly change between the first step and the last
+ALL = "all"
+# Small, so that the weights hardly change between the first step and the last. Recipes have rates
+# that are relative to the weights.
+LR, RELATIVE_LR = 1e-5, 1e-3
 
 
 class Steps(Protocol):
@@ -34,7 +39,7 @@ class Contender:
     """An optimizer and its name in the table."""
 
     name: str
-    make: Callable[[list[Parameter]], Steps]
+    make: Callable[[Module], Steps]
 
 
 class Several:
@@ -56,7 +61,18 @@ def ours(name: str, backend: str, label: str = "", **settings: Any) -> Contender
     chosen = {"foreach": backend == "foreach", "fused": backend == "fused", **settings}
     cls = getattr(maxfactor, name)
     label = " ".join(filter(None, (name, label, backend)))
-    return Contender(label, lambda params: cls(params, lr=LR, **chosen))
+    return Contender(label, lambda model: cls(model.parameters(), lr=LR, **chosen))
+
+
+def trained(name: str) -> Contender:
+    """Return an optimizer of `maxfactor train` and `maxfactor compare`, made as they make it."""
+    lr = LR if name in PEERS else RELATIVE_LR
+
+    def make(model: Module) -> Steps:
+        optimizers = make_optimizer(model, name, lr)
+        return optimizers[0] if len(optimizers) == 1 else Several(*optimizers)
+
+    return Contender(name, make)
 
 
 BACKENDS = ("plain", "foreach", "fused")
@@ -69,18 +85,19 @@ ORTHOGONAL = {"momentum": 0.9, "nesterov": True, "direction": "orthogonal", "sca
 def named(label: str, module: str, name: str, **settings: Any) -> Contender:
     """Return an optimizer of a package that is imported only when it is measured."""
 
-    def make(params: list[Parameter]) -> Steps:
+    def make(model: Module) -> Steps:
         optimizer: Steps = getattr(importlib.import_module(module), name)(
-            params, **{"lr": LR, **settings}
+            model.parameters(), **{"lr": LR, **settings}
         )
         return optimizer
 
     return Contender(label, make)
 
 
-def muon(params: list[Parameter]) -> Steps:
-    """Return Muon for matrices and AdamW for the rest, as its authors advise."""
-    matrices = [param for param in params if param.dim() == 2]
+def muon_for_all_matrices(model: Module) -> Steps:
+    """Return Muon for all matrices, also embeddings, and AdamW for the rest."""
+    params = list(model.parameters())
+    matrices: list[Parameter] = [param for param in params if param.dim() == 2]
     others = [param for param in params if param.dim() != 2]
     cls = getattr(torch.optim, "Muon", None)
     if cls is None:
@@ -89,6 +106,7 @@ def muon(params: list[Parameter]) -> Steps:
 
 
 CONTENDERS = (
+    *map(trained, names()),
     *(ours("MaxFactor", backend) for backend in BACKENDS),
     *(ours("MaxFactor", backend, "FAM", **FAM) for backend in BACKENDS),
     *(ours("MaxFactor", backend, "FAM factored", **FACTORED) for backend in BACKENDS),
@@ -102,7 +120,7 @@ CONTENDERS = (
     named("torch Adafactor foreach", "torch.optim", "Adafactor", foreach=True),
     named("torch SGD", "torch.optim", "SGD"),
     named("torch SGD fused", "torch.optim", "SGD", fused=True),
-    Contender("torch Muon + AdamW", muon),
+    Contender("torch Muon + AdamW", muon_for_all_matrices),
     named("optimi AdamW", "optimi", "AdamW"),
     named("optimi Lion", "optimi", "Lion"),
     named("bitsandbytes AdamW8bit", "bitsandbytes.optim", "AdamW8bit"),
@@ -115,14 +133,24 @@ CONTENDERS = (
 )
 
 
-def chosen(filters: Sequence[str]) -> list[Contender]:
-    """Return the contenders whose name contains one of the words; all if there are none."""
-    found = [
-        contender
-        for contender in CONTENDERS
-        if not filters or any(word.lower() in contender.name.lower() for word in filters)
-    ]
-    if not found:
-        names = ", ".join(repr(contender.name) for contender in CONTENDERS)
-        raise SystemExit(f"no optimizer has one of {filters} in its name; the names are {names}")
-    return found
+DEFAULT = (*maxfactor.RECIPES[:3], *PEERS, BASELINE)
+
+
+def chosen(wanted: Sequence[str]) -> list[Contender]:
+    """Return the contenders of some names, in upper or lower case; those of DEFAULT if none.
+
+    Raises:
+        InputError: For a name that is not known.
+    """
+    known = {contender.name.lower(): contender for contender in CONTENDERS}
+    if [name.lower() for name in wanted] == [ALL]:
+        return list(CONTENDERS)
+    for name in wanted:
+        if name.lower() not in known:
+            own = ", ".join(names())
+            others = ", ".join(one.name for one in CONTENDERS if one.name not in names())
+            raise InputError(
+                f"no optimizer is named {name!r}; the names are {own}; for a single "
+                f"implementation {others}; or {ALL} for everything"
+            )
+    return [known[name.lower()] for name in dict.fromkeys(wanted or DEFAULT)]

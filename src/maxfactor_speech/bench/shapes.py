@@ -1,13 +1,20 @@
 """The shapes of Whisper's parameters, from its configuration, without a download.
 
 The shapes are those of `transformers.WhisperForConditionalGeneration`: keys have no bias, the
-output projection is tied to the token embedding, and both position tables count.
+output projection is tied to the token embedding, and both position tables count. Nothing here needs
+transformers.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 Shape = tuple[int, ...]
 
@@ -57,6 +64,49 @@ def shapes(model: str) -> dict[str, Shape]:
 def elements(model_shapes: dict[str, Shape]) -> int:
     """Return the number of parameters."""
     return sum(math.prod(shape) for shape in model_shapes.values())
+
+
+def with_layers(params: Mapping[str, nn.Parameter]) -> nn.Module:
+    """Return a model with these parameters, in layers of Whisper's types; it cannot be called.
+
+    Optimizers that sort parameters by the layers that own them need it.
+
+    Args:
+        params: Parameters by the names that `shapes` returns.
+    """
+    model = nn.Module()
+    for name, param in params.items():
+        *path, layer, kind = name.split(".")
+        parent = model
+        for part in path:
+            if part not in dict(parent.named_children()):
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        if layer not in dict(parent.named_children()):
+            parent.add_module(layer, _layer(layer, tuple(param.shape)))
+        parent.get_submodule(layer).register_parameter(kind, param)
+    head = nn.Linear(1, 1, bias=False, device="meta")
+    head.weight = params["model.decoder.embed_tokens.weight"]  # tied
+    head.out_features, head.in_features = head.weight.shape
+    model.add_module("proj_out", head)
+    return model
+
+
+def _layer(name: str, shape: Shape) -> nn.Module:
+    """Return a layer for a weight of this shape, without parameters of its own."""
+    if name.endswith("layer_norm"):
+        return nn.LayerNorm(shape, elementwise_affine=False)
+    width, *rest = shape
+    layer: nn.Module
+    if name.startswith("embed_"):
+        layer = nn.Embedding(width, rest[0], device="meta")
+    elif name.startswith("conv"):
+        layer = nn.Conv1d(rest[0], width, rest[1], device="meta")
+    else:
+        layer = nn.Linear(rest[0], width, device="meta")
+    for parameter in list(dict(layer.named_parameters())):
+        layer.register_parameter(parameter, None)
+    return layer
 
 
 def _encoder(config: Whisper) -> dict[str, Shape]:

@@ -2,7 +2,7 @@
 
     maxfactor bench                                    # Whisper-tiny on the CPU
     maxfactor bench --device cuda --model whisper-large-v3 --dtype float32 --dtype bfloat16
-    maxfactor bench --optimizers "MaxFactor AdamW" --out mine.json
+    maxfactor bench --optimizers "quality,adamw,torch AdamW fused" --out mine.json
 
 Parameters and gradients are random and fixed. On a CPU the optimizers take turns, so that a busy
 machine slows all of them alike; on CUDA, each one has all the memory. Columns:
@@ -10,7 +10,8 @@ machine slows all of them alike; on CUDA, each one has all the memory. Columns:
     gpu ms     time of a step on the GPU, by CUDA events, with all launches queued in advance
     wall ms    time of a step by the clock, including a wait for the GPU
     host ms    time until `step` returns, without that wait
-    ratio      gpu ms (CPU: wall ms) divided by that of torch's fused AdamW with the same dtype
+    ratio      gpu ms (CPU: wall ms) divided by that of torch's fused AdamW with the same dtype, or
+               of adamw if the fused one is not measured
     state      bytes of optimizer state per parameter
     extra      peak bytes per parameter during a step, beyond weights, gradients and state
     of copy    the bytes that no optimizer can avoid (read G, read W, write W) per second, as a
@@ -32,11 +33,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
-from maxfactor_speech.bench.contenders import BASELINE, Contender, Steps, chosen
+from maxfactor_speech.bench.contenders import ALL, BASELINE, DEFAULT, Contender, Steps, chosen
 from maxfactor_speech.bench.results import circumstances, write
-from maxfactor_speech.bench.shapes import MODELS, Shape, elements, shapes
+from maxfactor_speech.bench.shapes import MODELS, Shape, elements, shapes, with_layers
+from maxfactor_speech.errors import InputError
 from maxfactor_speech.state_size import state_bytes
 
 if TYPE_CHECKING:
@@ -79,24 +81,24 @@ class Row:
         return self.wall_ms if self.gpu_ms is None else self.gpu_ms
 
 
-def problem(model: dict[str, Shape], dtype: torch.dtype, device: str) -> list[Parameter]:
-    """Return random parameters with random gradients."""
+def problem(model: dict[str, Shape], dtype: torch.dtype, device: str) -> Module:
+    """Return a model with random parameters and random gradients."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(shape: Shape, scale: float) -> Tensor:
         x = torch.empty(shape, dtype=torch.float32, device=device)
         return x.normal_(0.0, scale, generator=generator).to(dtype)
 
-    params = [Parameter(random(shape, 0.02)) for shape in model.values()]
-    for param in params:
+    params = {name: Parameter(random(shape, 0.02)) for name, shape in model.items()}
+    for param in params.values():
         param.grad = random(tuple(param.shape), 1e-3)
-    return params
+    return with_layers(params)
 
 
-def started(contender: Contender, params: list[Parameter]) -> Steps | str:
+def started(contender: Contender, model: Module) -> Steps | str:
     """Return the optimizer after its first steps, or the reason why it cannot run here."""
     try:
-        optimizer = contender.make(params)
+        optimizer = contender.make(model)
         for _ in range(WARM_UP):
             optimizer.step()
     except Exception as error:  # of any kind: the other optimizers are still measured
@@ -106,14 +108,14 @@ def started(contender: Contender, params: list[Parameter]) -> Steps | str:
 
 
 def cpu_times(
-    contenders: Sequence[Contender], params: list[Parameter], repeats: int
+    contenders: Sequence[Contender], model: Module, repeats: int
 ) -> Iterator[tuple[Contender, Steps | str, Times]]:
     """Time all contenders in turns, on the same parameters."""
-    tensors = [x for param in params for x in (param.detach(), gradient(param))]
+    tensors = [x for param in model.parameters() for x in (param.detach(), gradient(param))]
     originals = [x.clone() for x in tensors]
     optimizers = []
     for contender in contenders:
-        optimizers.append(started(contender, params))
+        optimizers.append(started(contender, model))
         torch._foreach_copy_(tensors, originals)
     times = [Times([], [], []) for _ in contenders]
     for _ in range(repeats):
@@ -190,10 +192,9 @@ def gradient(param: Parameter) -> Tensor:
     return param.grad
 
 
-def row(
-    name: str, dtype: str, optimizer: Steps, times: Times, params: list[Parameter], copy: float
-) -> Row:
+def row(name: str, dtype: str, optimizer: Steps, times: Times, model: Module, copy: float) -> Row:
     """Return the medians of the times, and the memory; on a CPU, the GPU columns are None."""
+    params = list(model.parameters())
     count = sum(param.numel() for param in params)
     moved = sum(gradient(param).nbytes + 2 * param.nbytes for param in params)
     return Row(
@@ -225,7 +226,8 @@ class Report:
             self.skipped[f"{name} ({dtype})"] = result
             return
         self.rows.append(result)
-        base = next((each.ms for each in self.rows if each.optimizer == BASELINE), None)
+        ms = {each.optimizer: each.ms for each in self.rows}
+        base = ms.get(BASELINE, ms.get("adamw"))
         for each in self.rows:
             each.ratio = None if base is None else each.ms / base
 
@@ -253,30 +255,29 @@ def growing(
 def _cpu_rows(
     contenders: Sequence[Contender], model: dict[str, Shape], dtype: str, repeats: int, copy: float
 ) -> Iterator[tuple[str, Row | str]]:
-    params = problem(model, DTYPES[dtype], "cpu")
-    for contender, optimizer, times in cpu_times(contenders, params, repeats):
+    filled = problem(model, DTYPES[dtype], "cpu")
+    for contender, optimizer, times in cpu_times(contenders, filled, repeats):
         if isinstance(optimizer, str):
             yield contender.name, optimizer
         else:
-            yield contender.name, row(contender.name, dtype, optimizer, times, params, copy)
+            yield contender.name, row(contender.name, dtype, optimizer, times, filled, copy)
 
 
 def _cuda_rows(
     contenders: Sequence[Contender], model: dict[str, Shape], dtype: str, repeats: int, copy: float
 ) -> Iterator[tuple[str, Row | str]]:
     for contender in contenders:
-        params = problem(model, DTYPES[dtype], "cuda")
+        filled = problem(model, DTYPES[dtype], "cuda")
         before = torch.cuda.memory_allocated()
-        optimizer = started(contender, params)
+        optimizer = started(contender, filled)
         if isinstance(optimizer, str):
             yield contender.name, optimizer
         else:
             times = cuda_times(optimizer, repeats)
-            own = row(contender.name, dtype, optimizer, times, params, copy)
-            count = sum(param.numel() for param in params)
-            extra = cuda_extra(optimizer, before) / count
+            own = row(contender.name, dtype, optimizer, times, filled, copy)
+            extra = cuda_extra(optimizer, before) / elements(model)
             yield contender.name, replace(own, extra_bytes_per_parameter=extra)
-        del params, optimizer
+        del filled, optimizer
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -321,7 +322,9 @@ def arguments(argv: Sequence[str] | None, prog: str | None = None) -> argparse.N
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--model", choices=MODELS, default="whisper-tiny")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["float32"])
-    parser.add_argument("--optimizers", nargs="*", default=[], help="words in their names")
+    parser.add_argument(
+        "--optimizers", default=",".join(DEFAULT), help=f"names, separated by commas, or {ALL}"
+    )
     parser.add_argument("--repeats", type=int, default=11, help="timed steps per optimizer")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument(
@@ -334,18 +337,24 @@ def arguments(argv: Sequence[str] | None, prog: str | None = None) -> argparse.N
         parser.error("--device cuda, but torch finds no CUDA device; use --device cpu")
     if args.quick:
         args.model, args.repeats = "quick", 3
+    names = [name.strip() for name in args.optimizers.split(",") if name.strip()]
+    try:
+        args.contenders = chosen(names)
+    except InputError as error:
+        parser.error(f"--optimizers: {error}")
+    args.optimizers = names
     return args
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> dict[str, Any]:
     """Measure, print and write."""
     args = arguments(argv, prog)
-    model, contenders = shapes(args.model), chosen(args.optimizers)
+    model = shapes(args.model)
     print(f"{args.model}: {len(model)} tensors, {elements(model) / 1e6:.1f} M parameters")
     reports: list[Report] = []
     for dtype in args.dtype:
         reports.append(Report(0.0, [], {}))
-        for report in growing(contenders, model, dtype, args.device, args.repeats):
+        for report in growing(args.contenders, model, dtype, args.device, args.repeats):
             reports[-1] = report
             if args.out is not None:
                 write(args.out, as_result(args, model, reports))
@@ -360,9 +369,10 @@ def as_result(
     args: argparse.Namespace, model: dict[str, Shape], reports: Sequence[Report]
 ) -> dict[str, Any]:
     """Return what is written: the rows, the arguments and the circumstances."""
+    unstored = ("out", "contenders")
     return {
         **circumstances(args.device),
-        "arguments": {name: value for name, value in vars(args).items() if name != "out"},
+        "arguments": {name: value for name, value in vars(args).items() if name not in unstored},
         "tensors": len(model),
         "parameters": elements(model),
         "copy_bytes_per_second": [report.copy_speed for report in reports],

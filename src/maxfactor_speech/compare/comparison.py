@@ -7,7 +7,6 @@ trainings can share a GPU, and a stopped comparison can be continued.
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from maxfactor_speech.atomic import write_atomically
+from maxfactor_speech.compare.progress import RunLines, ToParent
 from maxfactor_speech.compare.runs import (
     RESULT,
     RUNS,
@@ -36,15 +36,13 @@ from maxfactor_speech.training.loop import TrainingResult, train
 from maxfactor_speech.training.metrics import read_metrics
 from maxfactor_speech.training.optimizers import default_lr
 from maxfactor_speech.training.preparation import prepare, trained_parameters
-from maxfactor_speech.training.progress import Lines
 from maxfactor_speech.training.settings import SETTINGS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from maxfactor_speech.training.preparation import Prepared
-    from maxfactor_speech.training.trainer import Trainer
 
 LR_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # multiples of the default learning rate for tuning
 SAME_TIME = "same time"
@@ -55,7 +53,7 @@ def compare(
     out: Path,
     jobs: int = 1,
     cache: Path | None = None,
-    say: Callable[[str], None] = print,
+    display: RunLines | None = None,
 ) -> list[RunResult]:
     """Train all optimizers of a comparison; finished trainings in the folder are reused.
 
@@ -64,33 +62,35 @@ def compare(
         out: The folder; each training has a folder in it.
         jobs: Trainings that run at the same time.
         cache: Folder that caches synthesised speech.
-        say: Called with a line of text when a training begins or ends.
+        display: Shows the progress; None prints lines.
     """
+    display = RunLines() if display is None else display
     try:
         with sigterm_as_interrupt():
-            return _compare(comparison, out, jobs, cache, say)
+            return _compare(comparison, out, jobs, cache, display)
     except KeyboardInterrupt:
-        say("stopped; all progress is saved, run the same command to continue")
+        display.say("stopped; all progress is saved, run the same command to continue")
         raise
 
 
 def _compare(
-    comparison: Comparison, out: Path, jobs: int, cache: Path | None, say: Callable[[str], None]
+    comparison: Comparison, out: Path, jobs: int, cache: Path | None, display: RunLines
 ) -> list[RunResult]:
     base, optimizers, folder = comparison.base, comparison.optimizers, out / RUNS
     if base.data is not None:
-        say(f"reading {base.data} …")
+        display.say(f"reading {base.data} …")
     # Once, before several trainings need the data at the same time; this also checks the input.
-    prepare(base, cache, None, _SynthesisLines(say))
+    prepare(base, cache, None, display)
 
     def run_all(runs: Iterable[Run]) -> list[RunResult]:
-        return _run_all(list(runs), folder, jobs, cache, say)
+        return _run_all(list(runs), folder, jobs, cache, display)
 
     lrs: dict[str, float | None] = dict.fromkeys(optimizers, base.lr)
     if comparison.tune:
         results = run_all(_tuning_runs(comparison))
         lrs = {name: best_lr(results, name) for name in optimizers}
-        say("best learning rates: " + ", ".join(f"{name} {lr:g}" for name, lr in lrs.items()))
+        rates = ", ".join(f"{name} {lr:g}" for name, lr in lrs.items())
+        display.say(f"best learning rates: {rates}")
     results = run_all(
         comparison.run(name, lrs[name], seed)
         for name in optimizers
@@ -136,22 +136,6 @@ def describe(comparison: Comparison, prepared: Prepared) -> str:
     )
 
 
-class _SynthesisLines(Lines):
-    """Reports the progress of the synthesis in lines, including its beginning."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-
-    def begin(self, what: str, total: int, done: int = 0) -> None:
-        """Report the beginning."""
-        super().begin(what, total, done)
-        self.say(f"{what}: {total} utterances, cached ones are reused …")
-
-    def say(self, line: str) -> None:
-        """Pass the line on."""
-        self._say(line)
-
-
 def _same_time_runs(
     comparison: Comparison, results: Sequence[RunResult], lrs: dict[str, float | None]
 ) -> list[Run]:
@@ -175,34 +159,36 @@ def _same_time_runs(
 
 
 def _run_all(
-    runs: Sequence[Run], folder: Path, jobs: int, cache: Path | None, say: Callable[[str], None]
+    runs: Sequence[Run], folder: Path, jobs: int, cache: Path | None, display: RunLines
 ) -> list[RunResult]:
     """Return the results of runs in order; those not stored yet come from new processes."""
     found = {run.folder: read_result(run, folder) for run in runs}
+    by_folder = {run.folder: run for run in runs}
     missing = [run for run in runs if found[run.folder] is None]
     waiting = iter(enumerate(missing, 1))
 
     def announce_next() -> None:
         for number, run in islice(waiting, 1):
-            say(f"training {number} of {len(missing)}: {run}, {run.settings.steps} steps …")
+            display.started(run, number, len(missing))
 
     work = partial(_train_in_worker, folder=folder, cache=cache, jobs=jobs)
     for _ in range(jobs):  # the first ones; each that ends starts another
         announce_next()
     # One process per training: its peak memory must not include that of the previous one.
-    with closing(in_processes(work, missing, jobs)) as results:
+    with closing(in_processes(work, missing, jobs, display.progressed)) as results:
         for result in results:
             found[result.folder] = result
-            say(_summary(result))
+            display.ended(by_folder[result.folder], _outcome(result))
             announce_next()
     return [result for result in (found[run.folder] for run in runs) if result is not None]
 
 
-def _summary(result: RunResult) -> str:
-    outcome = "diverged"
-    if result.wer is not None:
-        outcome = f"WER {result.wer:.1%} in {result.seconds:.0f} s"
-    return f"{result.label}, lr {result.lr:g}, seed {result.seed}: {outcome}"
+def _outcome(result: RunResult) -> str:
+    last, best = result.last, result.best
+    if last is None or best is None:
+        return "diverged"
+    at_best = "" if best.step == last.step else f" (best {best.wer:.1%} at step {best.step})"
+    return f"WER {last.wer:.1%}{at_best} in {result.seconds:.0f} s"
 
 
 def _train_in_worker(run: Run, folder: Path, cache: Path | None, jobs: int) -> RunResult:
@@ -232,13 +218,13 @@ def _train(run: Run, out: Path, cache: Path | None, jobs: int) -> RunResult:
         seconds=0.0,
         parameters=trained_parameters(prepared.model),
         state_bytes=0,
-        peak_bytes=0,
         examples=[],
         metrics=[],
         jobs=jobs,
     )
     try:
-        trained = train(settings, out, resume=(out / SETTINGS).exists(), prepared=prepared)
+        resume = (out / SETTINGS).exists()
+        trained = train(settings, out, resume, ToParent(), prepared)
     except DivergedError:  # also a result: the other trainings continue
         result = replace(result, metrics=read_metrics(out))
     else:
@@ -257,18 +243,12 @@ def _with_measurements(result: RunResult, trained: TrainingResult, out: Path) ->
         cer=trained.evaluation.cer,
         seconds=trained.seconds,
         state_bytes=state_bytes(*trained.trainer.optimizers),
-        peak_bytes=_peak_bytes(trained.trainer),
+        gpu_bytes=_gpu_bytes(trained.trainer.device),
         examples=[example._asdict() for example in trained.evaluation.examples],
         metrics=read_metrics(out),
     )
 
 
-def _peak_bytes(trainer: Trainer) -> int:
-    if trainer.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(trainer.device)
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return used if sys.platform == "darwin" else 1024 * used  # in bytes on macOS, else in KiB
+def _gpu_bytes(device: torch.device) -> int | None:
+    """Return the peak of GPU memory. On a CPU, that of the process says nothing of optimizers."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

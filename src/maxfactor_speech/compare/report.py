@@ -9,36 +9,79 @@ from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
-from maxfactor_speech.compare.runs import best_label, by_label, finished, mean_wer
+from maxfactor_speech.compare.runs import (
+    best_errors,
+    best_label,
+    by_label,
+    finished,
+    last_errors,
+    mean_wer,
+    ranked_labels,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from maxfactor_speech.compare.runs import RunResult
+    from maxfactor_speech.compare.runs import Errors, RunResult
 
 COLORS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c564b",
     "#bcbd22", "#17becf", "#332288", "#882255",
 )  # fmt: skip
+NOTE = (
+    "Ranked by the best checkpoint, which is the one that transcribe and --model use. WER is the "
+    "word error rate of normalised texts, raw that of the texts as they are, CER the character "
+    "error rate."
+)
+SHORTER = {
+    "model.": "", ".weight": "", ".layers": "", "encoder_attn": "cross", "self_attn": "self",
+    "encoder": "enc", "decoder": "dec", "embed_": "", "_proj": "",
+}  # fmt: skip
 TARGET = 0.1  # the word error rate of the column "Steps to 10% WER"
 EXAMPLES = 5
 
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 1060px; margin: 2em auto;
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 1160px; margin: 1.5em auto;
        padding: 0 1em; }
-h1 { font-size: 1.7em; margin-bottom: .2em; } h2 { font-size: 1.2em; margin: 2em 0 .4em; }
-p.about { color: #666; margin: 0 0 .3em; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th { text-align: right; font-weight: 600; border-bottom: 2px solid #222; padding: .3em .6em; }
-td { text-align: right; white-space: nowrap; border-bottom: 1px solid #ddd; padding: .3em .6em; }
-th:first-child, td:first-child, table.examples th, table.examples td { text-align: left; }
-table.examples td { white-space: normal; }
+h1 { font-size: 1.6em; line-height: 1.2; margin-bottom: .4em; overflow-wrap: anywhere; }
+h2 { font-size: 1.2em; margin: 2em 0 .4em; } h3 { font-size: 1em; margin: 1em 0 0; }
+p { margin: 0 0 .4em; max-width: 46em; } p.about { color: #666; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; white-space: nowrap; padding: .3em .6em; }
+th { font-weight: 600; vertical-align: bottom; } th.group { text-align: center; }
+tr:last-child > th { border-bottom: 2px solid #222; } td { border-bottom: 1px solid #ddd; }
+table.results { width: 100%; font-size: 14px; margin-bottom: .6em; }
+table.results th, table.results td { padding: .3em .4em; }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
 tr.best td, td.chosen { background: #eef6ff; font-weight: 600; }
 .swatch { display: inline-block; width: .8em; height: .8em; border-radius: 2px;
           margin-right: .5em; }
-.charts { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 1em; }
-@media (max-width: 800px) { .charts { grid-template-columns: minmax(0, 1fr); } }
-del { color: #b00020; text-decoration: none; }
+.legend { display: flex; flex-wrap: wrap; gap: .3em; margin: 1em 0 .5em; }
+.legend button { font: inherit; font-size: .9em; color: inherit; background: #fff; cursor: pointer;
+                 border: 1px solid #ccc; border-radius: 1em; padding: .1em .8em; }
+.legend button[aria-pressed=false] { opacity: .4; }
+.charts, .examples { display: grid; gap: 1em; grid-template-columns: minmax(0, 1fr); }
+@media (min-width: 800px) {
+  .charts, .examples { grid-template-columns: repeat(2, minmax(0, 1fr)); }
+}
+.examples > div { border: 1px solid #ddd; border-radius: 4px; padding: .5em .8em; }
+.examples dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .1em .8em;
+               margin: 0; overflow-wrap: anywhere; }
+.examples dt { color: #666; } .examples dd { margin: 0; } .examples .said { font-weight: 600; }
+del { color: #b00020; text-decoration: none; font-weight: 600; }
+"""
+
+# A button of the legend shows or hides the curves of its optimizer in all charts.
+SCRIPT = """
+document.querySelectorAll(".legend button").forEach(button => button.onclick = () => {
+  const shown = button.getAttribute("aria-pressed") === "false";
+  button.setAttribute("aria-pressed", shown);
+  document.querySelectorAll(".charts .plotly-graph-div").forEach(chart => {
+    const own = chart.data.flatMap((t, i) => t.legendgroup === button.dataset.label ? [i] : []);
+    if (own.length) Plotly.restyle(chart, {visible: shown}, own);
+  });
+});
 """
 
 
@@ -64,39 +107,41 @@ def report(
         _curves(groups, colors, "loss", "step", "Training loss", "steps"),
         _curves(groups, colors, "loss", "seconds", "Training loss", "seconds of training"),
     ]
-    heat_maps = [
-        _heat_map(label, group[0]) for label, group in groups.items() if _lines_with_beta(group[0])
-    ]
-    about = [_headline(groups), *filter(None, (_sentence(settings), _note_on_jobs(results)))]
-    return _page(title, about, groups, colors, charts, heat_maps, by_label(tried))
+    about = [*filter(None, (_sentence(settings), _note_on_jobs(results)))]
+    lead = "".join(f"<p>{escape(line)}</p>" for line in (_verdict(results), _all_rates(groups)))
+    lead += "".join(f'<p class="about">{escape(line)}</p>' for line in about)
+    return _page(title, lead, groups, colors, charts, by_label(tried))
 
 
 def _page(
     title: str,
-    about: Sequence[str],
+    lead: str,
     groups: dict[str, list[RunResult]],
     colors: dict[str, str],
     charts: Sequence[go.Figure],
-    heat_maps: Sequence[go.Figure],
     tried: dict[str, list[RunResult]],
 ) -> str:
     first, *others = [_embedded(chart, index == 0) for index, chart in enumerate(charts)]
     parts = [
         f"<h1>{escape(title)}</h1>",
-        *(f'<p class="about">{escape(line)}</p>' for line in about),
+        lead,
+        _legend(colors),
         f'<div class="charts">{first}{"".join(others)}</div>',
-        f"<h2>Results</h2>{_table(groups, colors)}",
+        f'<h2>Results</h2>{_table(groups, colors)}<p class="about">{NOTE}</p>',
     ]
     if tried:
         parts.append(f"<h2>Learning rates tried</h2>{_tried_table(tried, groups)}")
-    if heat_maps:
-        parts.append("<h2>Momentum coefficient β of FAM</h2>")
-        parts += [_embedded(heat_map) for heat_map in heat_maps]
+    with_beta = {label: group[0] for label, group in groups.items() if _lines_with_beta(group[0])}
+    if with_beta:
+        parts.append("<h2>Momentum coefficient β of each matrix</h2>")
+    for label, result in with_beta.items():
+        parts.append(f"<h3>{escape(label)}</h3>{_embedded(_heat_map(result))}")
     if any(finished(group) for group in groups.values()):
-        parts.append(f"<h2>Examples</h2>{_examples(groups)}")
+        parts.append(f"<h2>Transcripts of the best checkpoints</h2>{_examples(groups)}")
+    parts.append(f"<script>{SCRIPT}</script>")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<title>{escape(title)}</title><link rel="icon" href="data:,"><style>{STYLE}</style>'
         f"</head><body>{''.join(parts)}</body></html>\n"
     )
@@ -128,7 +173,6 @@ def _curves(
                 mode="lines",
                 line_width=0,
                 hoverinfo="skip",
-                showlegend=False,
                 legendgroup=label,
             )
         line = {"color": color, "width": 2, "dash": "dot" if "," in label else "solid"}
@@ -167,7 +211,7 @@ def _averaged(
     )
 
 
-def _heat_map(label: str, result: RunResult) -> go.Figure:
+def _heat_map(result: RunResult) -> go.Figure:
     """Plot the beta of each matrix over the steps."""
     lines = _lines_with_beta(result)
     names = list(lines[-1]["beta"])
@@ -175,19 +219,27 @@ def _heat_map(label: str, result: RunResult) -> go.Figure:
     figure = go.Figure(
         go.Heatmap(
             x=[line["step"] for line in lines],
-            y=[name.removeprefix("model.").removesuffix(".weight") for name in names],
+            y=[_short(name) for name in names],
             z=values,
+            customdata=[[name] * len(lines) for name in names],
             zmin=0.5,
             zmax=1.0,
             colorscale="Viridis",
-            colorbar_title="β",
-            hovertemplate="%{y}<br>step %{x}: β = %{z:.3f}<extra></extra>",
+            colorbar={"orientation": "h", "thickness": 10, "y": 1.0, "yanchor": "bottom"},
+            hovertemplate="%{customdata}<br>step %{x}: β = %{z:.3f}<extra></extra>",
         )
     )
-    figure.update_layout(**_layout(f"{label}: β per layer", "steps"))
-    figure.update_layout(height=160 + 16 * len(names), margin_l=220)
-    figure.update_yaxes(autorange="reversed", tickfont_size=10, dtick=1)
+    figure.update_layout(**_layout("", "steps"))
+    figure.update_layout(height=130 + 14 * len(names), margin={"l": 110, "t": 60})
+    figure.update_yaxes(autorange="reversed", tickfont_size=9, dtick=1)
     return figure
+
+
+def _short(name: str) -> str:
+    """Return the name of a matrix, short enough for an axis on a phone."""
+    for long, short in SHORTER.items():
+        name = name.replace(long, short)
+    return name
 
 
 def _lines_with_beta(result: RunResult) -> list[dict[str, Any]]:
@@ -196,12 +248,12 @@ def _lines_with_beta(result: RunResult) -> list[dict[str, Any]]:
 
 def _layout(title: str, axis: str) -> dict[str, Any]:
     return {
-        "title": {"text": f"{title} by {axis}" if " per " not in title else title, "font_size": 15},
+        "title": {"text": f"{title} by {axis}" if title else "", "font_size": 15},
         "xaxis_title": axis,
         "template": "plotly_white",
-        "height": 380,
-        "margin": {"l": 60, "r": 20, "t": 45, "b": 45},
-        "legend": {"orientation": "h", "y": -0.22},
+        "height": 340,
+        "margin": {"l": 50, "r": 15, "t": 45, "b": 45},
+        "showlegend": False,  # the page has one for all charts
         "hovermode": "x",
     }
 
@@ -219,17 +271,47 @@ def _embedded(figure: go.Figure, with_library: bool = False) -> str:
 # ------------------------------------------------------------------------ text and tables
 
 
-def _headline(groups: dict[str, list[RunResult]]) -> str:
-    """Return the results in one sentence."""
-    parts = [
-        f"{label} {_wer(group)} in {mean(one.seconds for one in finished(group)):.0f} s"
-        if finished(group)
-        else f"{label} diverged"
-        for label, group in groups.items()
-    ]
-    seeds = len(next(iter(groups.values())))
-    counted = "1 seed" if seeds == 1 else f"mean of {seeds} seeds"
-    return f"Word error rate ({counted}): {', '.join(parts)}."
+def _verdict(results: Sequence[RunResult]) -> str:
+    """Return which optimizer is best, by the best checkpoint and after the last step."""
+    if not finished(results):
+        return "All trainings diverged."
+    groups = by_label(results)
+    label, last = best_label(results), ranked_labels(results, last_errors)[0]
+    best = mean_wer(best_errors(groups[label]))
+    seeds = len(groups[label])
+    counted = "" if seeds == 1 else f" (mean of {seeds} seeds)"
+    text = f"Best: {label}, with {best:.1%} of the words wrong at its best checkpoint{counted}. "
+    after = mean_wer(last_errors(groups[last]))
+    also = "also " if last == label else ""
+    return text + f"After the last step it is {also}{last}, with {after:.1%}."
+
+
+def _all_rates(groups: dict[str, list[RunResult]]) -> str:
+    """Return all results in one sentence, the best first."""
+
+    def text(label: str) -> str:
+        ended = finished(groups[label])
+        if not ended:
+            return f"{label} diverged"
+        seconds = mean(one.seconds for one in ended)
+        return f"{label} {mean_wer(best_errors(ended)):.1%} in {seconds:.0f} s"
+
+    labels = ranked_labels([one for group in groups.values() for one in group])
+    return f"Word error rates at the best checkpoint: {', '.join(map(text, labels))}."
+
+
+def _legend(colors: dict[str, str]) -> str:
+    """Return buttons that name the optimizers, and show or hide their curves."""
+    buttons = "".join(
+        f'<button aria-pressed="true" data-label="{escape(label)}">'
+        f"{_swatch(color)}{escape(label)}</button>"
+        for label, color in colors.items()
+    )
+    return f'<div class="legend">{buttons}</div>'
+
+
+def _swatch(color: str) -> str:
+    return f'<span class="swatch" style="background:{color}"></span>'
 
 
 def _sentence(settings: str) -> str:
@@ -252,28 +334,41 @@ def _tried_table(tried: dict[str, list[RunResult]], groups: dict[str, list[RunRe
         cells = []
         for one in group:
             kind = ' class="chosen"' if one.lr == chosen else ""
-            wer = "diverged" if one.wer is None else f"{one.wer:.1%}"
+            wer = "diverged" if one.best is None else f"{one.best.wer:.1%}"
             cells.append(f"<td{kind}>{one.lr:g}: {wer}</td>")
         rows.append(f"<tr><td>{escape(label)}</td>{''.join(cells)}</tr>")
     most = max(len(group) for group in tried.values())
-    head = f'<tr><th>Optimizer</th><th colspan="{most}">lr: WER with one seed</th></tr>'
-    return f'<table class="tried">{head}{"".join(rows)}</table>'
+    head = (
+        f'<tr><th>Optimizer</th><th class="group" colspan="{most}">'
+        "lr: WER of the best checkpoint, one seed</th></tr>"
+    )
+    return f'<div class="scroll"><table class="tried">{head}{"".join(rows)}</table></div>'
 
 
 def _table(groups: dict[str, list[RunResult]], colors: dict[str, str]) -> str:
-    head = (
-        "Optimizer", "lr", "Steps", "WER", "Raw WER", "CER", f"Steps to {TARGET:.0%} WER",
-        "Step, ms", "Training, s", "State, B/param", "Peak memory, MB",
+    on_gpu = any(one.gpu_bytes for group in groups.values() for one in group)
+    spans = {"": 3, "Best checkpoint": 4, "After the last step": 2, "Time": 3}
+    spans["Memory"] = 3 if on_gpu else 2
+    titles = (
+        "Optimizer", "lr", "steps", "WER", "raw", "CER", "step", "WER", "raw",
+        f"steps to<br>{TARGET:.0%} WER", "ms per<br>step", "training,<br>s",
+        "state,<br>MB", "state, B<br>per param.", *(["GPU<br>peak, MB"] if on_gpu else []),
     )  # fmt: skip
     best = best_label([one for group in groups.values() for one in group])
     rows = []
     for label, group in groups.items():
         kind = ' class="best"' if label == best and finished(group) else ""
-        swatch = f'<span class="swatch" style="background:{colors[label]}"></span>'
-        cells = "".join(f"<td>{cell}</td>" for cell in _cells(group))
-        rows.append(f"<tr{kind}><td>{swatch}{escape(label)}</td>{cells}</tr>")
-    titles = "".join(f"<th>{title}</th>" for title in head)
-    return f"<table><tr>{titles}</tr>{''.join(rows)}</table>"
+        cells = [*_cells(group), *([_gpu_peak(group)] if on_gpu else [])]
+        marked = "".join(f"<td>{cell}</td>" for cell in cells)
+        rows.append(f"<tr{kind}><td>{_swatch(colors[label])}{escape(label)}</td>{marked}</tr>")
+    above = "".join(
+        f'<th class="group" colspan="{span}">{name}</th>' for name, span in spans.items()
+    )
+    head = "".join(f"<th>{title}</th>" for title in titles)
+    return (
+        f'<div class="scroll"><table class="results"><thead><tr>{above}</tr><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
 
 
 def _cells(group: Sequence[RunResult]) -> list[str]:
@@ -281,31 +376,37 @@ def _cells(group: Sequence[RunResult]) -> list[str]:
     known = [f"{first.lr:g}", f"{first.steps}"]
     ended = finished(group)
     if not ended:
-        return [*known, "diverged", *["—"] * 7]
+        return [*known, "diverged", *["—"] * 10]
     diverged = len(group) - len(ended)
     reached = _steps_to_target(ended)
+    best, last = best_errors(ended), last_errors(ended)
+    steps = [one.step for one in best]
+    wer, *others = _rates(best)
     return [
         *known,
-        _wer(ended)
-        + _spread(ended)
-        + (f", {diverged} of {len(group)} diverged" if diverged else ""),
-        f"{mean(one.raw_wer for one in ended if one.raw_wer is not None):.1%}",
-        f"{mean(one.cer for one in ended if one.cer is not None):.1%}",
-        "not reached" if reached is None else str(reached),
+        wer + (f", {diverged} of {len(group)} diverged" if diverged else ""),
+        *others,
+        " to ".join(str(step) for step in sorted({min(steps), max(steps)})),
+        *_rates(last)[:2],
+        "never" if reached is None else str(reached),
         f"{mean(one.step_ms for one in ended):.0f}",
         f"{mean(one.seconds for one in ended):.0f}",
+        f"{ended[0].state_bytes / 1e6:.2f}",
         f"{ended[0].state_bytes / ended[0].parameters:.2f}",
-        f"{mean(one.peak_bytes for one in ended) / 2**20:.0f}",
     ]
 
 
-def _wer(group: Sequence[RunResult]) -> str:
-    return f"{mean_wer(group):.1%}"
+def _rates(errors: Sequence[Errors]) -> list[str]:
+    """Return the means of WER, with its spread, raw WER and CER."""
+    wers = [one.wer for one in errors]
+    spread = f" ± {stdev(wers):.1%}" if len(wers) > 1 else ""
+    raw, cer = mean(one.raw_wer for one in errors), mean(one.cer for one in errors)
+    return [f"{mean(wers):.1%}{spread}", f"{raw:.1%}", f"{cer:.1%}"]
 
 
-def _spread(group: Sequence[RunResult]) -> str:
-    rates = [one.wer for one in group if one.wer is not None]
-    return f" ± {stdev(rates):.1%}" if len(rates) > 1 else ""
+def _gpu_peak(group: Sequence[RunResult]) -> str:
+    peaks = [one.gpu_bytes for one in group if one.gpu_bytes is not None]
+    return f"{mean(peaks) / 1e6:.0f}" if peaks else "—"
 
 
 def _steps_to_target(group: Sequence[RunResult]) -> int | None:
@@ -315,19 +416,19 @@ def _steps_to_target(group: Sequence[RunResult]) -> int | None:
 
 
 def _examples(groups: dict[str, list[RunResult]]) -> str:
-    """Return a table of texts and transcripts; wrong words are marked."""
-    firsts = {
-        label: finished(group)[0].examples[:EXAMPLES]
-        for label, group in groups.items()
-        if finished(group)
-    }
-    head = "".join(f"<th>{escape(label)}</th>" for label in firsts)
-    rows = []
-    for row in zip(*firsts.values(), strict=False):
+    """Return texts with the transcript of each optimizer; wrong words are marked."""
+    firsts = {label: best_errors(group)[:1] for label, group in groups.items()}
+    shown = {label: one[0].examples[:EXAMPLES] for label, one in firsts.items() if one}
+    cards = []
+    for row in zip(*shown.values(), strict=False):
         said = row[0]["reference"]
-        cells = "".join(f"<td>{_marked(one['hypothesis'], said)}</td>" for one in row)
-        rows.append(f"<tr><td>{escape(said)}</td>{cells}</tr>")
-    return f'<table class="examples"><tr><th>said</th>{head}</tr>{"".join(rows)}</table>'
+        lines = [f'<dt>said</dt><dd class="said">{escape(said)}</dd>']
+        lines += [
+            f"<dt>{escape(label)}</dt><dd>{_marked(one['hypothesis'], said)}</dd>"
+            for label, one in zip(shown, row, strict=True)
+        ]
+        cards.append(f"<div><dl>{''.join(lines)}</dl></div>")
+    return f'<div class="examples">{"".join(cards)}</div>'
 
 
 def _marked(heard: str, said: str) -> str:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from maxfactor_speech.errors import InputError
 from maxfactor_speech.training.optimizers import default_lr
 from maxfactor_speech.training.settings import check_same
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from maxfactor_speech.training.settings import Settings
@@ -44,6 +44,16 @@ def folder_name(optimizer: str, lr: float, steps: int, seed: int) -> str:
     return f"{optimizer}-lr{lr:g}-steps{steps}-seed{seed}"
 
 
+class Errors(NamedTuple):
+    """The error rates of an evaluation."""
+
+    step: int
+    wer: float  # of normalised texts
+    raw_wer: float
+    cer: float
+    examples: list[dict[str, str]]
+
+
 @dataclass(frozen=True)
 class RunResult:
     """The result of a run, with its curves."""
@@ -53,21 +63,38 @@ class RunResult:
     lr: float
     seed: int
     steps: int
-    wer: float | None  # of normalised texts; None if the training diverged
+    wer: float | None  # after the last step, of normalised texts; None if the training diverged
     raw_wer: float | None
     cer: float | None
     seconds: float  # of training, without evaluations
     parameters: int
     state_bytes: int
-    peak_bytes: int  # of GPU memory, or of the process on a CPU
     examples: list[dict[str, str]]
     metrics: list[dict[str, Any]]
     jobs: int = 1  # trainings that ran at the same time, which slows each of them
+    gpu_bytes: int | None = None  # peak of allocated GPU memory; None on a CPU
 
     @property
     def folder(self) -> str:
         """The name of the run's folder."""
         return folder_name(self.optimizer, self.lr, self.steps, self.seed)
+
+    @property
+    def last(self) -> Errors | None:
+        """The error rates after the last step; None if the training diverged."""
+        if self.wer is None or self.raw_wer is None or self.cer is None:
+            return None
+        return Errors(self.steps, self.wer, self.raw_wer, self.cer, self.examples)
+
+    @property
+    def best(self) -> Errors | None:
+        """The error rates of the best checkpoint; None if the training diverged."""
+        evaluations = {line["step"]: line for line in self.metrics if "wer" in line}
+        steps = [line["best"] for line in evaluations.values() if line.get("best") is not None]
+        if self.wer is None or not steps:
+            return self.last
+        line = evaluations[steps[-1]]
+        return Errors(steps[-1], *(line[name] for name in Errors._fields[1:]))
 
     @property
     def loss(self) -> float:
@@ -130,12 +157,19 @@ def read_result(run: Run, folder: Path) -> RunResult | None:
         return None
     check_same(path.parent, run.settings)
     try:
-        return replace(RunResult(**json.loads(path.read_text())), label=run.label)
+        stored = json.loads(path.read_text())
+        known = {
+            field.name: stored[field.name] for field in fields(RunResult) if field.name in stored
+        }
+        return replace(RunResult(**known), label=run.label)
     except (ValueError, TypeError) as error:
         raise InputError(f"{path}: cannot be read, {error}; delete it to train again") from error
 
 
 # ------------------------------------------------------------------------------- ranking
+#
+# By the best checkpoint, because `transcribe` and `--model` use it. The validation
+# set also chose it, so its error rate is a little optimistic, for all optimizers alike.
 
 
 def finished(results: Iterable[RunResult]) -> list[RunResult]:
@@ -143,10 +177,19 @@ def finished(results: Iterable[RunResult]) -> list[RunResult]:
     return [one for one in results if one.wer is not None]
 
 
-def mean_wer(results: Iterable[RunResult]) -> float:
-    """Return the mean word error rate of runs that did not diverge; infinity if all did."""
-    rates = [one.wer for one in results if one.wer is not None]
-    return mean(rates) if rates else math.inf
+def best_errors(results: Iterable[RunResult]) -> list[Errors]:
+    """Return the error rates of the best checkpoints of runs that did not diverge."""
+    return [one.best for one in results if one.best is not None]
+
+
+def last_errors(results: Iterable[RunResult]) -> list[Errors]:
+    """Return the error rates after the last step of runs that did not diverge."""
+    return [one.last for one in results if one.last is not None]
+
+
+def mean_wer(errors: Sequence[Errors]) -> float:
+    """Return the mean word error rate; infinity if there is none."""
+    return mean(one.wer for one in errors) if errors else math.inf
 
 
 def by_label(results: Iterable[RunResult]) -> dict[str, list[RunResult]]:
@@ -157,22 +200,35 @@ def by_label(results: Iterable[RunResult]) -> dict[str, list[RunResult]]:
     return groups
 
 
-def best_label(results: Sequence[RunResult]) -> str:
-    """Return the best label. Fewer diverged runs rank first, then the mean word error rate."""
+def ranked_labels(
+    results: Sequence[RunResult],
+    errors: Callable[[Iterable[RunResult]], list[Errors]] = best_errors,
+) -> list[str]:
+    """Return the labels, the best first: by fewer diverged runs, then the mean word error rate.
+
+    Args:
+        results: The results of all labels.
+        errors: Which error rates to rank by: `best_errors` or `last_errors`.
+    """
     groups = by_label(results)
 
     def rank(label: str) -> tuple[int, float]:
         group = groups[label]
-        return len(group) - len(finished(group)), mean_wer(group)
+        return len(group) - len(finished(group)), mean_wer(errors(group))
 
-    return min(groups, key=rank)
+    return sorted(groups, key=rank)
+
+
+def best_label(results: Sequence[RunResult]) -> str:
+    """Return the label with the best checkpoints."""
+    return ranked_labels(results)[0]
 
 
 def by_quality(result: RunResult) -> tuple[float, float, float]:
-    """Return a sort key for single runs, the best first."""
-    if result.wer is None or result.cer is None:
+    """Return a sort key for single runs, the best first: by the best checkpoint, then the loss."""
+    if result.best is None:
         return math.inf, math.inf, math.inf
-    return result.wer, result.cer, result.loss
+    return result.best.wer, result.best.cer, result.loss
 
 
 def best_lr(tried: Sequence[RunResult], optimizer: str) -> float:

@@ -197,7 +197,7 @@ def train_until(
     return Pace(
         step=trainer.step,
         loss=loss,
-        lr=float(trainer.optimizers[0].param_groups[0]["lr"]),
+        lr=trainer.lr(),
         effective_lr=trainer.effective_lr(),
         steps_per_second=(trainer.step - first) / seconds,
         seconds=trainer.seconds,

@@ -6,7 +6,6 @@ Nothing is downloaded. What is missing in a folder is named with the way to get 
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,14 +14,13 @@ from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneratio
 
 from maxfactor_speech.data.audio import SAMPLE_RATE
 from maxfactor_speech.data.tokens import Codec
-from maxfactor_speech.errors import InputError, failure_reason
+from maxfactor_speech.errors import InputError, download_hint, failure_reason
 from maxfactor_speech.training.checkpoint import BEST, checkpoints, quiet
 from maxfactor_speech.training.recogniser import Recogniser, complete_generation, prompt
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 EXTRACTOR_FILES = ("preprocessor_config.json", "processor_config.json")
 UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError)
@@ -36,12 +34,9 @@ def find_model(folder: Path) -> Path:
     """
     source = _source(folder)
     if not (source / "config.json").is_file():
-        if not folder.exists() and HUB_NAME.fullmatch(str(folder)):
-            name = folder.name
-            raise InputError(
-                f"{folder}: no such folder, and models are not downloaded; get it with "
-                f"`hf download {folder} --local-dir {name}`, then use --model {name}"
-            )
+        if not folder.exists():
+            hint = download_hint(str(folder))
+            raise InputError(f"{folder}: no such folder" + (f", and {hint}" if hint else ""))
         raise InputError(f"{folder}: no config.json, so this is not a model folder")
     try:
         kind = json.loads((source / "config.json").read_text()).get("model_type")

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from collections.abc import Callable
+
+    from rich.console import Console, RenderableType
+    from rich.progress import Progress
 
     from maxfactor_speech.training.evaluation import Evaluation
 
@@ -17,8 +20,8 @@ class Pace:
 
     step: int
     loss: float
-    lr: float  # from the schedule
-    effective_lr: float  # used by the optimizer
+    lr: float  # of the settings, by the schedule
+    effective_lr: float  # the mean step size that the optimizer used
     steps_per_second: float
     seconds: float  # of training so far, without evaluations
 
@@ -68,8 +71,8 @@ class Lines(Reporter):
         left = (self._total - pace.step) / max(pace.steps_per_second, 1e-9)
         self.say(
             f"step {pace.step} of {self._total}  loss {pace.loss:.4f}  "
-            f"lr {pace.effective_lr:.2e}  {pace.steps_per_second:.2f} steps/s  "
-            f"{_clock(left)} left"
+            f"lr {pace.lr:.3g}  {pace.steps_per_second:.2f} steps/s  "
+            f"{clock(left)} left"
         )
 
     def evaluated(self, step: int, evaluation: Evaluation, is_best: bool = False) -> None:
@@ -90,21 +93,8 @@ class Bar(Lines):
     """Shows a bar at the bottom of a terminal, and prints error rates above it."""
 
     def __init__(self, console: Console) -> None:
-        from rich import progress  # not needed without a terminal
-        from rich.table import Column
-
         super().__init__(console)
-        # In a narrow terminal the bar shrinks first, then the status wraps.
-        whole, rest = Column(no_wrap=True), Column(ratio=1)
-        self._progress = progress.Progress(
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(bar_width=None, table_column=rest),
-            progress.MofNCompleteColumn(table_column=whole),
-            progress.TextColumn("{task.fields[status]}", table_column=Column()),
-            progress.TimeRemainingColumn(compact=True, table_column=whole),
-            console=console,
-            expand=True,
-        )
+        self._progress = make_bars(console)
         self._progress.start()
         self._task = self._progress.add_task("", status="", visible=False)
         self._wer = ""
@@ -125,7 +115,7 @@ class Bar(Lines):
         """Show loss, error rate, learning rate and speed beside the bar."""
         self._last = pace
         status = (
-            f"loss {pace.loss:.3f}  {self._wer}lr {pace.effective_lr:.1e}  "
+            f"loss {pace.loss:.3f}  {self._wer}lr {pace.lr:.3g}  "
             f"{pace.steps_per_second:.1f} steps/s"
         )
         self._progress.update(self._task, completed=pace.step, status=status)
@@ -142,6 +132,32 @@ class Bar(Lines):
         self._progress.stop()
 
 
+def make_bars(console: Console, get_time: Callable[[], float] | None = None) -> Progress:
+    """Return bars with description, step, the field `status` and the remaining time."""
+    from rich import progress  # not needed without a terminal
+    from rich.constrain import Constrain
+    from rich.table import Column
+
+    class Bars(progress.Progress):
+        def get_renderable(self) -> RenderableType:
+            # Room for the ^C that a terminal shows. It would begin another line, which is not
+            # removed with the bars.
+            return Constrain(super().get_renderable(), console.width - 2)
+
+    # In a narrow terminal the bar shrinks first, then the status wraps.
+    whole, rest = Column(no_wrap=True), Column(ratio=1)
+    return Bars(
+        progress.TextColumn("{task.description}", markup=False, table_column=whole),
+        progress.BarColumn(bar_width=None, table_column=rest),
+        progress.MofNCompleteColumn(table_column=whole),
+        progress.TextColumn("{task.fields[status]}", table_column=Column()),
+        progress.TimeRemainingColumn(compact=True, table_column=whole),
+        console=console,
+        expand=True,
+        get_time=get_time,
+    )
+
+
 def rates(evaluation: Evaluation) -> str:
     """Return the error rates as text; the raw one only where normalising makes a difference."""
     raw = f" (raw {evaluation.raw_wer:.1%})" if evaluation.raw_wer != evaluation.wer else ""
@@ -153,6 +169,7 @@ def make_reporter(console: Console) -> Reporter:
     return Bar(console) if console.is_terminal else Lines(console)
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Return a time as minutes and seconds."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"

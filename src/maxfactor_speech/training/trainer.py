@@ -198,6 +198,10 @@ class Trainer:
             if isinstance(optimizer, MaxFactor):
                 optimizer.check_skipped()
 
+    def lr(self) -> float:
+        """Return the learning rate of the last step: that of the settings, by the schedule."""
+        return self.settings.peak_lr * lr_factor(self.settings, max(0, self.step - 1))
+
     def effective_lr(self) -> float:
         """Return the mean over groups of the step size that the first optimizer used."""
         optimizer = self.optimizers[0]
