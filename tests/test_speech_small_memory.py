@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -97,10 +98,12 @@ def assert_reported(out: Path, spoken: Path) -> None:
 
 
 def test_released_gradients_change_no_bit_and_may_begin_later(
-    toy: Path, spoken: Path, tmp_path: Path
+    toy: Path, spoken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = settings(spoken, toy)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     plain = train(chosen, tmp_path / "plain")
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"  # before anything uses a GPU
     train(replace(chosen, release_gradients=True), tmp_path / "released")
     assert_same(weights(tmp_path / "plain"), weights(tmp_path / "released"))
     train(replace(chosen, steps=2), tmp_path / "later")

@@ -19,9 +19,9 @@ from maxfactor_speech.training import checkpoint
 from maxfactor_speech.training.adapters import check_peft
 from maxfactor_speech.training.folder_lock import folder_lock
 from maxfactor_speech.training.memory_needs import (
+    available_memory,
     describe_needs,
     explained_out_of_memory,
-    free_memory,
     memory_needs,
 )
 from maxfactor_speech.training.metrics import Metrics, NoMetrics
@@ -40,6 +40,7 @@ from maxfactor_speech.training.settings import (
     SETTINGS,
     WEIGHTS,
     Settings,
+    configure_cublas,
     find_device,
     resumed,
 )
@@ -97,6 +98,7 @@ def train(
         shard: "ddp", "fsdp" or "hsdp", in processes that `torchrun` started: how the model is
             distributed. Only the first process reports and writes.
     """
+    configure_cublas()
     check_requirements(settings, cache, workers)
     with training_processes(shard, settings.torch_device) as processes, ExitStack() as stack:
         is_first = processes.rank == 0
@@ -115,7 +117,7 @@ def train(
         check_same_data(prepared, processes)
         if not processes.is_sharded:
             needs = memory_needs(settings, prepared, processes.world)
-            reporter.say(describe_needs(needs, free_memory(settings.torch_device)))
+            reporter.say(describe_needs(needs, available_memory(settings.torch_device)))
             stack.enter_context(explained_out_of_memory(settings, prepared, out, processes.world))
         trainer = processes.run_on_all(lambda: _trainer(settings, prepared, last, processes))
         if not is_first:

@@ -84,22 +84,22 @@ def memory_needs(settings: Settings, prepared: Prepared, world: int = 1) -> Memo
     return MemoryNeeds(found.weights, found.gradients, state, found.borrowed, active)
 
 
-def free_memory(device: torch.device) -> int | None:
-    """Return the bytes of a GPU that this process can still use; None for other devices."""
+def available_memory(device: torch.device) -> int | None:
+    """Return the bytes of a GPU that this process has or can get; None for other devices."""
     if device.type != "cuda":
         return None
-    free, whole = torch.cuda.mem_get_info(device)
-    own, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    free, whole = torch.cuda.mem_get_info(index)
     limit: Any = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
-    return min(free + own, int(limit(device) * whole)) - used
+    return min(free + torch.cuda.memory_reserved(index), int(limit(index) * whole))
 
 
-def describe_needs(needs: MemoryNeeds, free: int | None) -> str:
+def describe_needs(needs: MemoryNeeds, available: int | None) -> str:
     """Return a line with the memory that is needed, and with that of the GPU."""
-    if free is None:
+    if available is None:
         return f"memory: {needs}"
-    doubt = "" if needs.total <= free else ", which is probably too little"
-    return f"memory: {needs}; {free / GB:.2f} GB of the GPU are free{doubt}"
+    doubt = "" if needs.total <= available else ", which is probably too little"
+    return f"memory: {needs}; {available / GB:.2f} GB of the GPU are available{doubt}"
 
 
 def savings(settings: Settings, prepared: Prepared, world: int = 1) -> dict[str, int]:

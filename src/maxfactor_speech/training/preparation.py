@@ -21,7 +21,7 @@ from maxfactor_speech.training.model import SIZES, longest_audio, loss_of, whisp
 from maxfactor_speech.training.model_folder import load_model
 from maxfactor_speech.training.progress import Reporter
 from maxfactor_speech.training.recogniser import Recogniser, new_recogniser, with_prompt
-from maxfactor_speech.training.settings import WEIGHTS
+from maxfactor_speech.training.settings import WEIGHTS, configure_cublas
 
 if TYPE_CHECKING:
     from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
@@ -91,6 +91,7 @@ def _prefers_space_on(
 ) -> bool:
     """Ask on the device, because a large model takes minutes on a CPU; fall back to the CPU."""
     model: Any = recogniser.model
+    configure_cublas()
     try:
         return prefers_space(recogniser._replace(model=model.to(device or "cpu")), data)
     except torch.OutOfMemoryError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -256,6 +257,14 @@ def find_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         raise InputError(f"device {name}: torch cannot use it here; use --device cpu") from error
     return device
+
+
+def configure_cublas() -> None:
+    """Choose the setting of cuBLAS that deterministic algorithms require.
+
+    torch reads it at the first matrix product of a process on a GPU, so it comes before that.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _cosine(progress: float) -> float:

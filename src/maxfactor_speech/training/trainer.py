@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,14 +33,14 @@ from maxfactor_speech.training.cuda_graphs import (
     is_random,
 )
 from maxfactor_speech.training.evaluation import Evaluation, Example, PipelineDecoder
-from maxfactor_speech.training.memory_needs import free_memory
+from maxfactor_speech.training.memory_needs import available_memory
 from maxfactor_speech.training.model import SIZES
 from maxfactor_speech.training.model_setup import set_up
 from maxfactor_speech.training.optimizers import default_clip, make_optimizer
 from maxfactor_speech.training.parallel import SingleProcess
 from maxfactor_speech.training.preparation import fingerprint
 from maxfactor_speech.training.recogniser import text_normaliser
-from maxfactor_speech.training.settings import Settings, lr_factor
+from maxfactor_speech.training.settings import Settings, configure_cublas, lr_factor
 
 if TYPE_CHECKING:
     from collections import abc
@@ -163,8 +162,10 @@ class Trainer:
     def _transcripts(self, decoder: PipelineDecoder) -> list[list[Example]]:
         """Transcribe this process's share, in batches that fit the device."""
         size = 4 * self.settings.batch_size
-        free = None if self.processes.is_distributed else free_memory(self.device)
-        if free is not None:  # half of it, because not only keys and values need memory
+        available = None if self.processes.is_distributed else available_memory(self.device)
+        if available is not None:
+            free = available - torch.cuda.memory_allocated(self.device)
+            # Half of it, because not only keys and values need memory.
             size = max(1, min(size, free // 2 // decoder.bytes_per_example))
         samples = self._extractor.n_samples
         while True:
@@ -416,8 +417,7 @@ def repeatable(device: torch.device) -> abc.Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    # torch requires this setting, and reads it at the first matrix product of a process.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    configure_cublas()
     switches: Any = torch.utils.deterministic  # a module whose attributes are not typed
     before = torch.are_deterministic_algorithms_enabled(), switches.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
