@@ -256,7 +256,8 @@ def test_a_training_with_adapters_is_resumed(
 ) -> None:
     chosen = settings(spoken, toy, lora=4, lora_alpha=6.0, **SMALL)
     train(replace(chosen, steps=2), tmp_path)
-    train(chosen, tmp_path, resume=True)
+    again = train(chosen, tmp_path, resume=True)
+    assert again.trainer.prepared.codec.encode("uh") == load_model(adapted).codec.encode("uh")
     assert_same(weights(tmp_path), weights(adapted))
     one, other = (
         load_file(checkpoint.checkpoints(out)[-1] / "adapter" / "adapter_model.safetensors")

@@ -112,7 +112,7 @@ def train(
         if prepared is None:
             device = None if processes.is_sharded else processes.device(settings.torch_device)
             prepared = processes.run_first_then_others(
-                lambda: prepare(settings, cache, workers, reporter, device)
+                lambda: prepare(settings, cache, workers, reporter, device, last is not None)
             )
         check_same_data(prepared, processes)
         if not processes.is_sharded:
@@ -137,9 +137,10 @@ def _trainer(
     """Return a trainer at step 0, or at its last checkpoint."""
     if last is None:
         return Trainer(settings, prepared, processes)
-    if settings.lora is None:  # adapters belong to the weights that the training started from
-        prepared = prepared._replace(**load_model(last, WEIGHTS[settings.weights])._asdict())
-    trainer = Trainer(settings, prepared, processes)
+    own = load_model(last, WEIGHTS[settings.weights])
+    if settings.lora is not None:  # adapters belong to the weights that the training started from
+        own = own._replace(model=prepared.model)
+    trainer = Trainer(settings, prepared._replace(**own._asdict()), processes)
     trainer.load(last)
     return trainer
 

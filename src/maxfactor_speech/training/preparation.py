@@ -56,6 +56,7 @@ def prepare(
     workers: int | None = None,
     reporter: Reporter | None = None,
     device: torch.device | None = None,
+    is_resumed: bool = False,
 ) -> Prepared:
     """Build or load the model, synthesise or find the data, and check that they fit together.
 
@@ -64,7 +65,8 @@ def prepare(
         cache: Folder that caches synthesised speech.
         workers: Processes that synthesise speech.
         reporter: Receives progress reports.
-        device: Where a large model may compute already; None is the CPU.
+        device: Where a model folder is asked how its texts begin; None is the CPU.
+        is_resumed: Whether a checkpoint will tell how they begin, so that nobody is asked.
     """
     is_new = settings.model in SIZES
     loaded = None if is_new else load_model(Path(settings.model), WEIGHTS[settings.weights])
@@ -81,7 +83,7 @@ def prepare(
     torch.manual_seed(settings.seed)
     recogniser = loaded or _new_model(settings, train, validation)
     longest_text, _ = (_check_fit(part, recogniser, settings.model) for part in (train, validation))
-    if loaded is not None and _prefers_space_on(device, loaded, train):
+    if loaded is not None and not is_resumed and _prefers_space_on(device, loaded, train):
         loaded.codec.begin_with_space()
     return Prepared(train, validation, *recogniser, longest_text)
 
