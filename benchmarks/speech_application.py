@@ -17,13 +17,15 @@ from maxfactor_speech.data.shards import Utterance
 from maxfactor_speech.data.synthesis import VOICES, Script, SpeechRequest, render
 from maxfactor_speech.data.synthesis import synthesise as synthesise_shards
 from maxfactor_speech.data.tokens import IGNORED, Codec
-from maxfactor_speech.training.evaluation import decode, in_batches
-from maxfactor_speech.training.loop import LOG_EVERY, train_until
+from maxfactor_speech.errors import DeviceMemoryError
+from maxfactor_speech.training.evaluation import Evaluation, decode, in_batches
+from maxfactor_speech.training.loop import LOG_EVERY, train, train_until
+from maxfactor_speech.training.memory_needs import memory_needs
 from maxfactor_speech.training.metrics import read_metrics
 from maxfactor_speech.training.model import Size, loss_of, whisper
 from maxfactor_speech.training.optimizers import make_optimizer
 from maxfactor_speech.training.preparation import MAX_TOKENS, Prepared, prepare, task_codec
-from maxfactor_speech.training.progress import Pace
+from maxfactor_speech.training.progress import Pace, Reporter
 from maxfactor_speech.training.settings import Settings
 from maxfactor_speech.training.trainer import Trainer
 
@@ -37,11 +39,14 @@ __all__ = [
     "VOICES",
     "Codec",
     "Comparison",
+    "DeviceMemoryError",
     "Espeak",
+    "Evaluation",
     "Location",
     "Order",
     "Pace",
     "Prepared",
+    "Reporter",
     "Run",
     "RunBars",
     "RunProgress",
@@ -61,12 +66,14 @@ __all__ = [
     "log_mel",
     "loss_of",
     "make_optimizer",
+    "memory_needs",
     "prepare",
     "read_metrics",
     "render",
     "seconds_needed",
     "synthesise_shards",
     "task_codec",
+    "train",
     "train_until",
     "whisper",
 ]

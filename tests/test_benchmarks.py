@@ -42,7 +42,7 @@ from studies.summary import (
     usable_range,
 )
 from studies.training import Training, perform, prepare_speech
-from timing import gpu_busy, newton_schulz, training_step
+from timing import gpu_busy, newton_schulz, small_memory, training_step
 
 
 @pytest.fixture(autouse=True)
@@ -199,6 +199,18 @@ def test_how_busy_a_gpu_is(tmp_path: Path) -> None:
     assert row["steps_per_second"] > 0.0
     assert row["audio_seconds_per_second"] > row["steps_per_second"]
     assert row["busy"] is None  # a CPU has no kernels to look at
+
+
+def test_small_memory(tmp_path: Path) -> None:
+    out = tmp_path / "small.json"
+    small_memory.main(["--quick", "--recipes", "fast", "--out", str(out)])
+    [row] = json.loads(out.read_text())["rows"]
+    assert row["train"]["out_of_memory"] is None
+    assert row["train"]["ms_per_step"] > 0.0
+    assert row["plain"]["ms_per_step"] > 0.0
+    assert row["ratio"] > 0.0
+    assert row["largest"] == 2
+    check_publishable(out.read_text(), tmp_path)
 
 
 def test_time_with_a_kernel_counts_once() -> None:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jiwer
 import numpy as np
 import pytest
 import soundfile
@@ -23,7 +22,6 @@ from typer.testing import CliRunner
 from maxfactor_speech.cli import app
 from maxfactor_speech.data.audio import SAMPLE_RATE
 from maxfactor_speech.data.features import extract, is_log_mel
-from maxfactor_speech.data.layouts import find_data
 from maxfactor_speech.errors import InputError
 from maxfactor_speech.training import checkpoint
 from maxfactor_speech.training.evaluation import Evaluation, Example
@@ -36,7 +34,7 @@ from maxfactor_speech.training.recogniser import text_normaliser, with_prompt
 from maxfactor_speech.training.settings import Settings
 from maxfactor_speech.training.trainer import Trainer
 from noise import weights
-from toy_whisper import Spoken, make_folder, utterance
+from toy_whisper import Spoken, heard, make_folder, plain_wer, raw_wer, record, utterance
 
 VALIDATION = 16
 resource: Any = pytest.importorskip("resource")  # limits of POSIX
@@ -62,20 +60,7 @@ def english(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Recordings with German texts, and lists of them."""
     folder = tmp_path_factory.mktemp("spoken")
-    for name, numbers in {
-        "train": range(5000, 5048),
-        "check": range(9000, 9000 + VALIDATION),
-    }.items():
-        lines = []
-        for number in numbers:
-            said = utterance(number, "de")
-            soundfile.write(folder / f"{number}.wav", said.samples, SAMPLE_RATE)
-            lines.append(
-                f"{number}.wav\t{said.text.capitalize()}!\n"
-                if name == "check"
-                else f"{number}.wav\t{said.text}\n"
-            )
-        (folder / f"{name}.tsv").write_text("".join(lines))
+    record(folder, range(5000, 5048), range(9000, 9000 + VALIDATION))
     return folder
 
 
@@ -85,28 +70,6 @@ def settings(spoken: Path, model: Path | str, **changes: Any) -> Settings:
         language="german", optimizer="adamw", lr=1e-3, steps=12, batch_size=8, evaluate_every=6,
     )  # fmt: skip
     return replace(base, **changes)
-
-
-def heard(folder: Path, spoken: Path, name: str = "check.tsv", **options: Any) -> list[Example]:
-    """What transformers' pipeline writes, one recording at a time."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        recognise: Any = pipeline("automatic-speech-recognition", model=str(folder))
-        pairs = []
-        for one in find_data(spoken / name).train:
-            samples, _ = soundfile.read(one.path, dtype="float32")
-            found = recognise(samples, generate_kwargs=options) if options else recognise(samples)
-            pairs.append(Example(one.text, " ".join(found["text"].split())))
-    return pairs
-
-
-def raw_wer(pairs: list[Example]) -> float:
-    return float(jiwer.wer([one.reference for one in pairs], [one.hypothesis for one in pairs]))
-
-
-def plain_wer(pairs: list[Example]) -> float:
-    """Without upper case and punctuation, as Whisper's normaliser has it for German."""
-    return raw_wer([Example(one.reference.lower().strip("!"), one.hypothesis) for one in pairs])
 
 
 def run(*arguments: object) -> Any:

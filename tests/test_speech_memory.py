@@ -12,7 +12,7 @@ import transformers
 from torch.autograd.graph import saved_tensors_hooks
 from typer.testing import CliRunner
 
-from maxfactor_speech import memory
+from maxfactor_speech import activations, memory
 from maxfactor_speech.bench.shapes import elements, shapes
 from maxfactor_speech.cli import app
 
@@ -117,6 +117,6 @@ def test_the_formula_counts_what_a_whisper_saves() -> None:
             use_cache=False,
         )
     real = sum(storage.nbytes() for storage in kept.values())
-    scores = memory.SCORE_BYTES * tokens * 500
-    found = memory.activation_bytes(config, tokens, 4, checkpointing=False) - scores
+    scores = activations.SCORE_BYTES * tokens * 500
+    found = activations.activation_bytes(config, tokens, 4, checkpointing=False) - scores
     assert found == pytest.approx(real - 4 * tokens * 500, rel=0.15)

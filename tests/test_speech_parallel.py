@@ -168,6 +168,18 @@ def test_mixed_precision_and_our_best_recipe(two: Ranks, tmp_path: Path) -> None
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-3)
 
 
+def test_weights_in_bfloat16_and_adapters(two: Ranks, single: Path, tmp_path: Path) -> None:
+    settings = replace(BASE, weights="bf16", spec_augment=False)
+    trained(settings, tmp_path / "one", None)
+    two.run(trained, settings, tmp_path / "two", "fsdp")
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=0.05)
+    assert {value.dtype for value in weights(tmp_path / "two").values()} == {torch.bfloat16}
+    settings = replace(BASE, model=str(single / "lean"), lora=2)
+    trained(settings, tmp_path / "alone", None)
+    two.run(trained, settings, tmp_path / "shared", "ddp")
+    assert_alike(tmp_path / "alone", tmp_path / "shared")
+
+
 def losses(out: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(out) if "loss" in line]
 

@@ -784,20 +784,24 @@ def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path) -> None:
     [
         {"data": "d", "validation": "v", "strict": True},
         {"utterances": 5, "validation_utterances": 6},
+        {
+            "model": "folder", "optimizer": "lean", "clip": 0.0, "grad_accum": 1, "lora": 4,
+            "lora_alpha": 2.0, "weights": "bf16", "release_gradients": True,
+        },
     ],
-    ids=["recorded", "synthesised"],
-)
+    ids=["recorded", "synthesised", "small"],
+)  # fmt: skip
 def test_options_are_settings(source: dict[str, Any]) -> None:
     """A setting that the command cannot set, or an option that goes nowhere, is a mistake."""
     called: dict[str, Any] = {}
     settings = {
-        "task": "sentences", "language": "de", **source,
+        "task": "sentences", "language": "de",
         "model": "tiny", "optimizer": "adamw", "lr": 0.5, "weight_decay": 0.2,
         "schedule": "linear", "warmup": 0.3, "clip": 2.0, "steps": 7, "batch_size": 3,
         "grad_accum": 2, "dtype": "bf16", "device": "cpu", "seed": 9, "spec_augment": True,
         "cuda_graphs": False, "freeze_encoder": True, "gradient_checkpointing": True,
         "evaluate_every": 4, "keep": 1, "patience": 3,
-        "translate": "data" in source,
+        "translate": "data" in source, **source,
     }  # fmt: skip
 
     def record(given: Settings, out: Path, *_: Any, **__: Any) -> None:
@@ -812,9 +816,11 @@ def test_options_are_settings(source: dict[str, Any]) -> None:
         else:
             options += [f"--{option}", value]
     patch_train(record, lambda: run("train", *options))
-    assert called.pop("out") == Path(f"runs/{source.get('data', 'sentences')}-adamw")
+    optimizer = settings["optimizer"]
+    assert called.pop("out") == Path(f"runs/{source.get('data', 'sentences')}-{optimizer}")
     left: dict[str, Any] = {"data": None, "validation": None, "strict": False}
-    left |= {"utterances": None, "validation_utterances": 256}
+    left |= {"utterances": None, "validation_utterances": 256, "weights": "fp32"}
+    left |= {"lora": None, "lora_alpha": None, "release_gradients": False}
     assert called == {**left, **settings}
 
 

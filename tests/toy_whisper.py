@@ -7,10 +7,14 @@ languages, tasks and time stamps, a feature extractor, and a generation config.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import jiwer
 import numpy as np
+import soundfile
 import torch
 from transformers import (
     GenerationConfig,
@@ -19,11 +23,14 @@ from transformers import (
     WhisperForConditionalGeneration,
     WhisperProcessor,
     WhisperTokenizer,
+    pipeline,
 )
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
 from maxfactor_speech.data.audio import SAMPLE_RATE
+from maxfactor_speech.data.layouts import find_data
 from maxfactor_speech.data.shards import Utterance
+from maxfactor_speech.training.evaluation import Example
 
 WORDS = {"en": ["do", "re", "mi", "fa"], "de": ["uh", "oh", "eh", "ah"]}
 HERTZ = (300.0, 700.0, 1500.0, 3000.0)
@@ -156,3 +163,37 @@ def pretrain(
         optimizer.zero_grad()
     words.language = words.task = None
     words.set_prefix_tokens()
+
+
+def record(folder: Path, train: Iterable[int], check: Iterable[int]) -> None:
+    """Write recordings with German texts and two lists of them; one has capitals and marks."""
+    for name, numbers in {"train": train, "check": check}.items():
+        lines = []
+        for number in numbers:
+            said = utterance(number, "de")
+            soundfile.write(folder / f"{number}.wav", said.samples, SAMPLE_RATE)
+            text = f"{said.text.capitalize()}!" if name == "check" else said.text
+            lines.append(f"{number}.wav\t{text}\n")
+        (folder / f"{name}.tsv").write_text("".join(lines))
+
+
+def heard(folder: Path, spoken: Path, name: str = "check.tsv", **options: Any) -> list[Example]:
+    """What transformers' pipeline writes, one recording at a time."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        recognise: Any = pipeline("automatic-speech-recognition", model=str(folder))
+        pairs = []
+        for one in find_data(spoken / name).train:
+            samples, _ = soundfile.read(one.path, dtype="float32")
+            found = recognise(samples, generate_kwargs=options) if options else recognise(samples)
+            pairs.append(Example(one.text, " ".join(found["text"].split())))
+    return pairs
+
+
+def raw_wer(pairs: list[Example]) -> float:
+    return float(jiwer.wer([one.reference for one in pairs], [one.hypothesis for one in pairs]))
+
+
+def plain_wer(pairs: list[Example]) -> float:
+    """Without upper case and punctuation, as Whisper's normaliser has it for German."""
+    return raw_wer([Example(one.reference.lower().strip("!"), one.hypothesis) for one in pairs])

@@ -194,6 +194,22 @@ def train(
         bool | None,
         typer.Option("--gradient-checkpointing", help="Compute activations twice, to save memory"),
     ] = None,
+    release_gradients: Annotated[
+        bool | None,
+        typer.Option(
+            "--release-gradients", help="Use and free gradients during backward: less memory"
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="fp32, or bf16 with stochastic rounding: half the memory [fp32]"),
+    ] = None,
+    lora: Annotated[
+        int | None, typer.Option(help="Train adapters of this rank, not the model folder itself")
+    ] = None,
+    lora_alpha: Annotated[
+        float | None, typer.Option(help="Adapters count alpha / rank times [twice the rank]")
+    ] = None,
     keep: Annotated[
         int | None, typer.Option(help="Checkpoints to keep, besides the best [2]")
     ] = None,
@@ -436,6 +452,11 @@ def _settings(given: dict[str, Any], out: Path | None, resume: bool) -> Settings
         settings = Settings(**given) if before is None else replace(before, **given)
     except ValueError as error:
         raise InputError(str(error)) from error
+    if given.get("dtype") == "fp32" and settings.weights != "fp32":
+        raise InputError(
+            f"--dtype fp32: weights in {settings.weights} compute in {settings.weights}; leave it "
+            "out, or choose --weights fp32"
+        )
     for name in ("utterances", "validation_utterances"):
         if name in given and settings.data is not None:
             option = name.replace("_", "-")
@@ -634,13 +655,14 @@ def _command() -> str:
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
     """Print an InputError in one line, and exit with status 2."""
-    from maxfactor_speech.errors import InputError
+    from maxfactor_speech.errors import DeviceMemoryError, InputError
     from maxfactor_speech.training.parallel import is_first
 
     try:
         yield
     except InputError as error:
-        if is_first():  # all processes of a training fail with the same error
+        # All processes of a training fail with the same error, but for their memory.
+        if is_first() or isinstance(error, DeviceMemoryError):
             typer.echo(f"maxfactor: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(WRONG_INPUT) from error
 

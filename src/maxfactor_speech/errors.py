@@ -14,6 +14,10 @@ class DivergedError(InputError):
     """The loss is no longer finite, so the training cannot continue."""
 
 
+class DeviceMemoryError(InputError):
+    """The device has too little memory for the training."""
+
+
 def failure_reason(error: BaseException) -> str:
     """Return the first line of an error's text; a full disk is named as such."""
     text = str(getattr(error, "strerror", None) or error) or type(error).__name__

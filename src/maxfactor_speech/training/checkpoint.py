@@ -2,8 +2,9 @@
 
 A checkpoint is a model folder that `transformers` can load, with tokenizer, feature extractor and
 generation config. `training.pt` beside the weights holds everything else that is needed to resume.
-If parameters are sharded, the optimizer state is in a folder of `torch.distributed.checkpoint`
-instead, which any number of processes can load.
+Adapters are merged into the weights, and are in the folder `adapter` by themselves. If parameters
+are sharded, the optimizer state is in a folder of `torch.distributed.checkpoint` instead, which any
+number of processes can load.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from transformers import WhisperProcessor
 from transformers.utils import logging
 
 from maxfactor_speech.errors import InputError, failure_reason
+from maxfactor_speech.training.adapters import save_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from peft import PeftModel
     from torch import nn
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
@@ -84,6 +87,12 @@ def write(partial: Path, recogniser: Recogniser, training: dict[str, Any]) -> No
             (partial / SPELLINGS).write_text(spellings, encoding="utf-8")
         with (partial / TRAINING).open("wb") as file:
             torch.save(training, file)
+
+
+def write_adapters(partial: Path, adapters: PeftModel) -> None:
+    """Write adapters to a folder beside the model that they are merged into."""
+    with _writing(partial):
+        save_adapters(adapters, partial)
 
 
 def write_sharded_state(

@@ -96,6 +96,15 @@ class PipelineDecoder:
                 device=model.device,
             )
 
+    @property
+    def bytes_per_example(self) -> int:
+        """What the keys and values of the decoder take for one recording, with all its beams."""
+        model: Any = self._model
+        config, beams = model.config, self._pipeline.generation_config.num_beams or 1
+        positions = config.max_source_positions + config.max_target_positions
+        values = 2 * config.decoder_layers * positions * config.d_model
+        return int(beams * values * model.dtype.itemsize)
+
     def __call__(self, samples: Tensor) -> list[str]:
         """Transcribe a batch, (batch, samples), padded to the extractor's length."""
         model: Any = self._model

@@ -16,7 +16,14 @@ from maxfactor_speech.atomic import check_writable, write_atomically
 from maxfactor_speech.errors import DivergedError, InputError
 from maxfactor_speech.signals import stop_requests
 from maxfactor_speech.training import checkpoint
+from maxfactor_speech.training.adapters import check_peft
 from maxfactor_speech.training.folder_lock import folder_lock
+from maxfactor_speech.training.memory_needs import (
+    available_memory,
+    describe_needs,
+    explained_out_of_memory,
+    memory_needs,
+)
 from maxfactor_speech.training.metrics import Metrics, NoMetrics
 from maxfactor_speech.training.model import SIZES
 from maxfactor_speech.training.model_folder import find_model, load_model
@@ -29,7 +36,14 @@ from maxfactor_speech.training.preparation import (
     write_left_out,
 )
 from maxfactor_speech.training.progress import Pace, Reporter
-from maxfactor_speech.training.settings import SETTINGS, Settings, find_device, resumed
+from maxfactor_speech.training.settings import (
+    SETTINGS,
+    WEIGHTS,
+    Settings,
+    configure_cublas,
+    find_device,
+    resumed,
+)
 from maxfactor_speech.training.trainer import Trainer, repeatable
 
 if TYPE_CHECKING:
@@ -72,7 +86,7 @@ def train(
     evaluation.
 
     Args:
-        settings: The settings; to resume, only `steps` and `patience` may have changed.
+        settings: The settings; to resume, only those in `MAY_CHANGE` may have changed.
         out: Folder for `settings.json`, `metrics.jsonl` and the checkpoints.
         resume: Continue from the last checkpoint. The final weights are those of a training that
             was not stopped.
@@ -84,20 +98,27 @@ def train(
         shard: "ddp", "fsdp" or "hsdp", in processes that `torchrun` started: how the model is
             distributed. Only the first process reports and writes.
     """
+    configure_cublas()
     check_requirements(settings, cache, workers)
     with training_processes(shard, settings.torch_device) as processes, ExitStack() as stack:
         is_first = processes.rank == 0
         reporter = reporter if reporter is not None and is_first else Reporter()
         check_batch(settings.batch_size, processes.world)
         check_shardable(settings.optimizer, processes.is_sharded)
+        check_processes(settings, processes)
         processes.run_on_all(lambda: stack.enter_context(folder_lock(out)) if is_first else None)
         last = processes.run_on_all(lambda: check_folder(out, settings, resume))
         settings = resumed(out, settings) if resume else settings
         if prepared is None:
+            device = None if processes.is_sharded else processes.device(settings.torch_device)
             prepared = processes.run_first_then_others(
-                lambda: prepare(settings, cache, workers, reporter)
+                lambda: prepare(settings, cache, workers, reporter, device, last is not None)
             )
         check_same_data(prepared, processes)
+        if not processes.is_sharded:
+            needs = memory_needs(settings, prepared, processes.world)
+            reporter.say(describe_needs(needs, available_memory(settings.torch_device)))
+            stack.enter_context(explained_out_of_memory(settings, prepared, out, processes.world))
         trainer = processes.run_on_all(lambda: _trainer(settings, prepared, last, processes))
         if not is_first:
             return _run(trainer, out, NoMetrics(), reporter)
@@ -116,8 +137,10 @@ def _trainer(
     """Return a trainer at step 0, or at its last checkpoint."""
     if last is None:
         return Trainer(settings, prepared, processes)
-    own = prepared._replace(**load_model(last)._asdict())
-    trainer = Trainer(settings, own, processes)
+    own = load_model(last, WEIGHTS[settings.weights])
+    if settings.lora is not None:  # adapters belong to the weights that the training started from
+        own = own._replace(model=prepared.model)
+    trainer = Trainer(settings, prepared._replace(**own._asdict()), processes)
     trainer.load(last)
     return trainer
 
@@ -226,10 +249,25 @@ def check_requirements(
     if settings.device != "auto":
         find_device(settings.device)
     check_installed(settings.optimizer)
+    check_peft(settings)
     if workers is not None and workers < 1:
         raise InputError(f"workers must be at least 1, got {workers}")
     if cache is not None and not cache.is_dir():  # an existing one may be complete and read-only
         check_writable(cache, "--cache")
+
+
+def check_processes(settings: Settings, processes: SingleProcess) -> None:
+    """Raise InputError for settings that several processes cannot honour."""
+    if settings.release_gradients and processes.is_distributed:
+        raise InputError(
+            "--release-gradients is for one process: several average their gradients after the "
+            "backward pass; leave it out, or leave out --shard"
+        )
+    if settings.lora is not None and processes.is_sharded:
+        raise InputError(
+            f"--lora {settings.lora} cannot be sharded; use --shard ddp, since the model itself "
+            "takes no gradients and no state"
+        )
 
 
 def check_model(settings: Settings) -> None:

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, WhisperConfig, WhisperForConditionalG
 from transformers.models.whisper.modeling_whisper import sinusoids
 
 from maxfactor_speech.data.tokens import IGNORED
+from maxfactor_speech.training.cross_entropy import mean_cross_entropy
 
 if TYPE_CHECKING:
     from maxfactor_speech.data.tokens import Codec
@@ -130,7 +131,7 @@ def encode(model: WhisperForConditionalGeneration, features: Tensor) -> Tensor:
         (batch, frames / 2, width).
     """
     encoder: Any = model.model.encoder
-    hidden = nn.functional.gelu(encoder.conv1(features))
+    hidden = nn.functional.gelu(encoder.conv1(features.to(encoder.conv1.weight.dtype)))
     hidden = nn.functional.gelu(encoder.conv2(hidden)).transpose(1, 2)
     hidden = hidden + encoder.embed_positions.weight[: hidden.shape[1]]
     hidden = nn.functional.dropout(hidden, encoder.dropout, encoder.training)
@@ -158,5 +159,4 @@ def loss_of(model: WhisperForConditionalGeneration, features: Tensor, labels: Te
         encoder_hidden_states=encode(model, features),
         use_cache=False,
     )
-    logits = model.proj_out(output.last_hidden_state).float()
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return mean_cross_entropy(model.proj_out(output.last_hidden_state), labels)

@@ -49,13 +49,19 @@ def find_model(folder: Path) -> Path:
     return source
 
 
-def load_model(folder: Path) -> Recogniser:
-    """Load a Whisper from a model folder, a checkpoint, or a training."""
+def load_model(folder: Path, dtype: torch.dtype | None = torch.float32) -> Recogniser:
+    """Load a Whisper from a model folder, a checkpoint, or a training.
+
+    Args:
+        folder: The folder.
+        dtype: Of the weights; None is bfloat16 if they are stored so, otherwise float32.
+    """
     source = find_model(folder)
+    dtype = dtype or _stored_dtype(source)
     try:
         with quiet():
             loaded: Any = WhisperForConditionalGeneration.from_pretrained(
-                source, local_files_only=True, dtype=torch.float32, output_loading_info=True
+                source, local_files_only=True, dtype=dtype, output_loading_info=True
             )
             tokenizer = WhisperTokenizer.from_pretrained(source, local_files_only=True)
             extractor = WhisperFeatureExtractor.from_pretrained(source, local_files_only=True)
@@ -76,6 +82,12 @@ def load_model(folder: Path) -> Recogniser:
     # Whisper never trains the encoder's sinusoids, but loading makes them trainable.
     model.model.encoder.embed_positions.requires_grad_(False)
     return Recogniser(model, codec, extractor)
+
+
+def _stored_dtype(source: Path) -> torch.dtype:
+    config = json.loads((source / "config.json").read_text())
+    name = config.get("dtype") or config.get("torch_dtype")
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 def _source(folder: Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from maxfactor_speech.training.model import SIZES, longest_audio, loss_of, whisp
 from maxfactor_speech.training.model_folder import load_model
 from maxfactor_speech.training.progress import Reporter
 from maxfactor_speech.training.recogniser import Recogniser, new_recogniser, with_prompt
+from maxfactor_speech.training.settings import WEIGHTS, configure_cublas
 
 if TYPE_CHECKING:
     from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
@@ -39,6 +40,7 @@ class Prepared(NamedTuple):
     model: WhisperForConditionalGeneration
     codec: Codec
     extractor: WhisperFeatureExtractor | None = None  # None: Whisper's, as long as the model takes
+    longest_text: int | None = None  # tokens, with the prompt; None: not known
 
     @property
     def recogniser(self) -> Recogniser:
@@ -53,9 +55,21 @@ def prepare(
     cache: Path | None = None,
     workers: int | None = None,
     reporter: Reporter | None = None,
+    device: torch.device | None = None,
+    is_resumed: bool = False,
 ) -> Prepared:
-    """Build or load the model, synthesise or find the data, and check that they fit together."""
-    loaded = None if settings.model in SIZES else load_model(Path(settings.model))
+    """Build or load the model, synthesise or find the data, and check that they fit together.
+
+    Args:
+        settings: The settings of the training.
+        cache: Folder that caches synthesised speech.
+        workers: Processes that synthesise speech.
+        reporter: Receives progress reports.
+        device: Where a model folder is asked how its texts begin; None is the CPU.
+        is_resumed: Whether a checkpoint will tell how they begin, so that nobody is asked.
+    """
+    is_new = settings.model in SIZES
+    loaded = None if is_new else load_model(Path(settings.model), WEIGHTS[settings.weights])
     if loaded is None or loaded.is_plain:
         _check_plain(settings)
     else:
@@ -68,11 +82,23 @@ def prepare(
         train, validation = _recorded(settings, longest, reporter or Reporter())
     torch.manual_seed(settings.seed)
     recogniser = loaded or _new_model(settings, train, validation)
-    for part in (train, validation):
-        _check_fit(part, recogniser, settings.model)
-    if loaded is not None and prefers_space(loaded, train):
+    longest_text, _ = (_check_fit(part, recogniser, settings.model) for part in (train, validation))
+    if loaded is not None and not is_resumed and _prefers_space_on(device, loaded, train):
         loaded.codec.begin_with_space()
-    return Prepared(train, validation, *recogniser)
+    return Prepared(train, validation, *recogniser, longest_text)
+
+
+def _prefers_space_on(
+    device: torch.device | None, recogniser: Recogniser, data: Utterances
+) -> bool:
+    """Ask on the device, because a large model takes minutes on a CPU; fall back to the CPU."""
+    model: Any = recogniser.model
+    configure_cublas()
+    try:
+        return prefers_space(recogniser._replace(model=model.to(device or "cpu")), data)
+    except torch.OutOfMemoryError:
+        model.to("cpu")
+    return prefers_space(recogniser, data)
 
 
 def _prompted(recogniser: Recogniser, settings: Settings) -> Recogniser:
@@ -91,10 +117,11 @@ def prefers_space(recogniser: Recogniser, data: Utterances, count: int = 2) -> b
     """
     model, codec, extractor = recogniser
     batch = collate(data, range(min(count, len(data))), extractor.n_samples)
-    features = extract(extractor, batch.samples)
+    features = extract(extractor, batch.samples.to(model.device))
     rows = [codec.labels([space + text for text in batch.texts]) for space in ("", " ")]
     plain, spaced = (
-        float(loss_of(model, features, labels) * (labels != IGNORED).sum()) for labels in rows
+        float(loss_of(model, features, labels.to(model.device)) * (labels != IGNORED).sum())
+        for labels in rows
     )
     return spaced < plain
 
@@ -212,13 +239,18 @@ def _codec_for(settings: Settings, train: Utterances, validation: Utterances) ->
     return codec, longest + longest // 4 + 1  # room for longer validation texts, and for errors
 
 
-def _check_fit(data: Utterances, recogniser: Recogniser, name: str) -> None:
-    """Raise InputError if the model cannot spell a text, or if an utterance is too long."""
+def _check_fit(data: Utterances, recogniser: Recogniser, name: str) -> int:
+    """Raise InputError if the model cannot spell a text, or if an utterance is too long.
+
+    Returns:
+        The tokens of the longest text that was looked at, with the prompt.
+    """
     model, codec, _ = recogniser
     most = model.config.max_target_positions - len(codec.start)
     is_recorded = isinstance(data, RecordedUtterances)
     count = len(data) if is_recorded else min(len(data), synthesis.SHARD_SIZE)
     known: set[str] = set()
+    most_found = 0
     for number in range(count):
         text = data.text(number)
         where = data.recordings[number].path if isinstance(data, RecordedUtterances) else name
@@ -230,6 +262,7 @@ def _check_fit(data: Utterances, recogniser: Recogniser, name: str) -> None:
                 f"{text!r}; spell it otherwise, or choose another --model"
             )
         tokens = len(codec.encode(text)) - len(codec.start) + 1  # without the prompt
+        most_found = max(most_found, tokens)
         if tokens > most:
             raise InputError(
                 f"{where}: {text!r} has {tokens} tokens, but the model takes at most {most}; "
@@ -238,3 +271,4 @@ def _check_fit(data: Utterances, recogniser: Recogniser, name: str) -> None:
     longest, limit = seconds_needed(data), longest_audio(model)
     if longest > limit:
         raise InputError(f"the data has audio of {longest} s, but the model takes at most {limit}")
+    return most_found + len(codec.start)

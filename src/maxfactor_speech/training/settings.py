@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,8 @@ import torch
 from maxfactor_speech.data import corpus
 from maxfactor_speech.data.tokens import language_code
 from maxfactor_speech.errors import InputError
-from maxfactor_speech.training.optimizers import default_lr
+from maxfactor_speech.training.model import SIZES
+from maxfactor_speech.training.optimizers import PEERS, default_lr
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 SETTINGS = "settings.json"
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+WEIGHTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOST_UTTERANCES = 24_000  # synthesised by default
 SEEDS = 2**63  # torch and numpy both take smaller seeds
 COUNTS = (
@@ -36,8 +39,10 @@ COUNTS = (
     "evaluate_every",
     "keep",
     "patience",
+    "lora",
 )
-MAY_CHANGE = ("steps", "patience")  # when a training is resumed
+# When a training is resumed. The last two take less memory and compute the same.
+MAY_CHANGE = ("steps", "patience", "release_gradients", "gradient_checkpointing")
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,10 @@ class Settings:
         steps: Steps of the optimizer.
         batch_size: Utterances per forward pass.
         grad_accum: Forward passes per step.
-        dtype: Of autocast: "bf16" or "fp16"; "fp32" disables autocast.
+        dtype: Of autocast: "bf16" or "fp16"; "fp32" disables autocast. Unused if `weights` is
+            "bf16".
+        weights: Of the weights: "fp32", or "bf16", which is then also that of the arithmetic.
+            Weights in bf16 are written with stochastic rounding.
         device: "auto", "cpu", "cuda", …
         seed: Of weights, order and augmentation; synthesised speech does not depend on it.
         spec_augment: Whether to mask stretches of the features.
@@ -79,6 +87,10 @@ class Settings:
             it early.
         gradient_checkpointing: Whether to recompute activations in the backward pass, which takes
             less memory and more time.
+        release_gradients: Whether to use and free each gradient during the backward pass.
+        lora: Rank of adapters for attention and feed-forward layers of a model folder; the model
+            itself is then not trained. None trains the model.
+        lora_alpha: The adapters' product is added `lora_alpha / lora` times; None is twice `lora`.
     """
 
     task: str = "digits"
@@ -109,6 +121,10 @@ class Settings:
     keep: int = 2
     patience: int | None = None
     gradient_checkpointing: bool = False
+    weights: str = "fp32"
+    release_gradients: bool = False
+    lora: int | None = None
+    lora_alpha: float | None = None
 
     def __post_init__(self) -> None:
         corpus.check(self.task, "en" if self.data is not None else self.spoken_language("en"))
@@ -133,6 +149,51 @@ class Settings:
         self._require(not self.strict or self.data is not None, "strict", "given with data")
         if self.device != "auto":
             parse_device(self.device)
+        self._require(self.weights in WEIGHTS, "weights", f"one of {', '.join(WEIGHTS)}")
+        self._check_adapters()
+        self._check_weights()
+        self._check_release()
+
+    def _check_adapters(self) -> None:
+        alpha = self.lora_alpha
+        self._require(alpha is None or self.lora is not None, "lora_alpha", "given with lora")
+        is_valid = alpha is None or 0.0 < alpha < math.inf
+        self._require(is_valid, "lora_alpha", "finite and positive")
+        if self.lora is not None and self.model in SIZES:
+            raise ValueError(
+                f"lora must be given with the folder of a model, got {self.lora} with model "
+                f"{self.model!r}, whose random weights are nothing to adapt"
+            )
+
+    def _check_weights(self) -> None:
+        if self.weights == "fp32":
+            return
+        if self.dtype == "fp16":
+            raise ValueError(
+                f"dtype must be bf16 with weights {self.weights}, got 'fp16'; leave it out"
+            )
+        if self.optimizer in PEERS and self.lora is None:
+            raise ValueError(
+                f"weights must be fp32 with optimizer {self.optimizer}, got {self.weights!r}: it "
+                "rounds to nearest, so small updates would be lost; choose quality, fast or lean, "
+                "which round stochastically, or lora, whose adapters stay in fp32"
+            )
+
+    def _check_release(self) -> None:
+        """Refuse what needs all gradients at once."""
+        if not self.release_gradients:
+            return
+        conflict = None
+        if self.optimizer in PEERS:
+            conflict = f"optimizer {self.optimizer}; choose quality, fast or lean"
+        elif self.grad_accum > 1:
+            conflict = f"grad_accum {self.grad_accum}, since each gradient is used at once"
+        elif self.clip:
+            conflict = f"clip {self.clip}, since the norm of all gradients is never known"
+        elif self.dtype == "fp16":
+            conflict = "dtype fp16, which scales gradients; use bf16"
+        if conflict is not None:
+            raise ValueError(f"release_gradients cannot be used with {conflict}")
 
     def _require(self, is_valid: bool, name: str, requirement: str) -> None:
         if not is_valid:
@@ -150,6 +211,16 @@ class Settings:
             return language_code(name)
         except ValueError:
             return name  # for the message of whoever does not know it
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The dtype of autocast; None without autocast, which weights in bf16 do not need."""
+        return DTYPES[self.dtype] if self.weights == "fp32" else None
+
+    @property
+    def adapter_alpha(self) -> float:
+        """The given `lora_alpha`, or its default."""
+        return 2.0 * (self.lora or 0) if self.lora_alpha is None else self.lora_alpha
 
     @property
     def utterance_count(self) -> int:
@@ -186,6 +257,14 @@ def find_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         raise InputError(f"device {name}: torch cannot use it here; use --device cpu") from error
     return device
+
+
+def configure_cublas() -> None:
+    """Choose the setting of cuBLAS that deterministic algorithms require.
+
+    torch reads it at the first matrix product of a process on a GPU, so it comes before that.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _cosine(progress: float) -> float:
@@ -233,7 +312,7 @@ def check_same(out: Path, settings: Settings, may_differ: Collection[str] = ()) 
 
 
 def resumed(out: Path, settings: Settings) -> Settings:
-    """Return the settings to resume a training with, whose steps and patience may be new.
+    """Return the settings to resume a training with; those in `MAY_CHANGE` may be new.
 
     The schedule is that of the new number of steps, from the current step on. Synthesised speech
     stays the same, although by default its amount depends on the number of steps.

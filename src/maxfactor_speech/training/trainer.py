@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +11,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from maxfactor import MaxFactor
+from maxfactor import MaxFactor, release_gradients
 from maxfactor_speech.data.audio import SAMPLE_RATE
 from maxfactor_speech.data.batches import (
     Batch,
@@ -26,6 +25,7 @@ from maxfactor_speech.data.features import GRAIN, draw_stretches, extract, is_lo
 from maxfactor_speech.data.tokens import IGNORED
 from maxfactor_speech.errors import InputError
 from maxfactor_speech.training import checkpoint
+from maxfactor_speech.training.adapters import load_adapters, merged
 from maxfactor_speech.training.cuda_graphs import (
     PassGraphs,
     UpdateGraph,
@@ -33,12 +33,14 @@ from maxfactor_speech.training.cuda_graphs import (
     is_random,
 )
 from maxfactor_speech.training.evaluation import Evaluation, Example, PipelineDecoder
+from maxfactor_speech.training.memory_needs import available_memory
 from maxfactor_speech.training.model import SIZES
+from maxfactor_speech.training.model_setup import set_up
 from maxfactor_speech.training.optimizers import default_clip, make_optimizer
 from maxfactor_speech.training.parallel import SingleProcess
 from maxfactor_speech.training.preparation import fingerprint
 from maxfactor_speech.training.recogniser import text_normaliser
-from maxfactor_speech.training.settings import DTYPES, Settings, lr_factor
+from maxfactor_speech.training.settings import Settings, configure_cublas, lr_factor
 
 if TYPE_CHECKING:
     from collections import abc
@@ -80,10 +82,7 @@ class Trainer:
         self.processes = processes or SingleProcess()
         self.device = self.processes.device(settings.torch_device)
         self.model, _, self._extractor = prepared.recogniser
-        if settings.freeze_encoder:
-            self.model.model.encoder.requires_grad_(False)
-        if settings.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._adapters = set_up(self.model, settings)
         self._full_model = copy.deepcopy(self.model) if self.processes.is_sharded else self.model
         self.model.to(self.device)  # type: ignore[arg-type]  # a decorator has wrong types
         self.model.train()
@@ -92,6 +91,10 @@ class Trainer:
         self.optimizers = make_optimizer(
             self.model, settings.optimizer, settings.lr, settings.weight_decay, uses_graphs
         )
+        if settings.release_gradients:
+            [optimizer] = self.optimizers
+            assert isinstance(optimizer, MaxFactor)  # the settings refuse the others
+            release_gradients(self.model, optimizer)
         self._peak_lrs = [float(group["lr"]) for group in self._groups]
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=settings.dtype == "fp16")
         self._augmentation = Generator()
@@ -149,18 +152,35 @@ class Trainer:
         model = self.full_model()
         model.to(self.device)  # type: ignore[arg-type]
         recogniser = self.prepared.recogniser._replace(model=model)
-        decoder = PipelineDecoder(recogniser)
-        batches = collated_batches(
-            self.prepared.validation,
-            4 * self.settings.batch_size,
-            self._extractor.n_samples,
-            self._part,
-        )
-        mine = [list(map(Example, texts, decoder(samples))) for samples, texts in batches]
+        with self._merged():
+            mine = self._transcripts(PipelineDecoder(recogniser))
         if self.processes.is_sharded:
             model.to("cpu")  # type: ignore[arg-type]  # the device may be too small to keep it
         pairs = [pair for batch in self.processes.interleaved(mine) for pair in batch]
         return Evaluation.of(pairs, text_normaliser(recogniser))
+
+    def _transcripts(self, decoder: PipelineDecoder) -> list[list[Example]]:
+        """Transcribe this process's share, in batches that fit the device."""
+        size = 4 * self.settings.batch_size
+        available = None if self.processes.is_distributed else available_memory(self.device)
+        if available is not None:
+            free = available - torch.cuda.memory_allocated(self.device)
+            # Half of it, because not only keys and values need memory.
+            size = max(1, min(size, free // 2 // decoder.bytes_per_example))
+        samples = self._extractor.n_samples
+        while True:
+            batches = collated_batches(self.prepared.validation, size, samples, self._part)
+            try:
+                return [list(map(Example, texts, decoder(waves))) for waves, texts in batches]
+            except torch.OutOfMemoryError:
+                # Processes must agree on the batches.
+                if size == 1 or self.processes.is_distributed:
+                    raise
+            size //= 2
+
+    def _merged(self) -> AbstractContextManager[None]:
+        """Merge the adapters, if there are any, into the weights for a while."""
+        return nullcontext() if self._adapters is None else merged(self.model)
 
     def note(self, evaluation: Evaluation) -> None:
         """Remember whether an evaluation of the current step is the best so far.
@@ -224,7 +244,10 @@ class Trainer:
         partial = checkpoint.partial_folder(out, self.step)
 
         def finish() -> None:
-            checkpoint.write(partial, self.prepared.recogniser._replace(model=model), training)
+            with self._merged():
+                checkpoint.write(partial, self.prepared.recogniser._replace(model=model), training)
+            if self._adapters is not None:
+                checkpoint.write_adapters(partial, self._adapters)
             best = None if self.best is None else self.best.step
             checkpoint.finish(partial, self.settings.keep, best)
 
@@ -236,13 +259,18 @@ class Trainer:
         return checkpoint.final_folder(partial)
 
     def load(self, folder: Path) -> None:
-        """Load the training state that `save` wrote; the model already has the weights."""
+        """Load the training state that `save` wrote; the model already has the weights.
+
+        Adapters are loaded; the model has the weights that they were added to.
+        """
         saved, group = checkpoint.load_training(folder), self.processes.shard_group
         if saved.get("data", self._data) != self._data:
             raise InputError(
                 f"{folder}: was trained on other utterances than the data has now; restore the "
                 f"data, or start a new training with another --out and --model {folder}"
             )
+        if self._adapters is not None:
+            load_adapters(self._adapters, folder)
         self.step, self.seconds = saved["step"], saved["seconds"]
         self.evaluated, self._without_progress = saved["evaluated"], saved["without_progress"]
         self.best = None if saved["best"] is None else Best(*saved["best"])
@@ -304,7 +332,7 @@ class Trainer:
         features = extract(self._extractor, samples)
         if draws:
             features = spec_augment(features, draws[0])
-        dtype = DTYPES[self.settings.dtype]
+        dtype = self.settings.autocast_dtype
         with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
             loss: Tensor = self._forward(features, labels) * share
         self._scaler.scale(loss).backward()
@@ -313,7 +341,8 @@ class Trainer:
     def _uses_graphs(self) -> bool:
         """Whether passes run as graphs, which must not use random numbers or the host.
 
-        GradScaler reallocates its scale, and checkpointing reads the state of random numbers.
+        GradScaler reallocates its scale, checkpointing reads the state of random numbers, and
+        gradients that are released are stepped by the host. Adapters have not been tried.
         """
         settings = self.settings
         return (
@@ -321,6 +350,8 @@ class Trainer:
             and self.device.type == "cuda"
             and settings.dtype != "fp16"
             and not settings.gradient_checkpointing
+            and not settings.release_gradients
+            and settings.lora is None
             and not self.processes.is_distributed
             and not is_random(self.model.config)
             and is_log_mel(self._extractor)
@@ -390,8 +421,7 @@ def repeatable(device: torch.device) -> abc.Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    # torch requires this setting, and reads it at the first matrix product of a process.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    configure_cublas()
     switches: Any = torch.utils.deterministic  # a module whose attributes are not typed
     before = torch.are_deterministic_algorithms_enabled(), switches.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)

@@ -32,7 +32,7 @@ def transcribe_files(
         timestamps: Whether to find the time of each segment.
     """
     place = find_device(device)
-    recogniser = load_model(model_folder)
+    recogniser = load_model(model_folder, dtype=None)
     if timestamps and not recogniser.has_timestamps:
         raise InputError(f"{model_folder}: this model has no time stamps; leave out --timestamps")
     longest = recogniser.extractor.chunk_length
