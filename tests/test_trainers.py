@@ -6,6 +6,7 @@ Lightning is imported by the tests that need it, as it takes seconds. All tests 
 from __future__ import annotations
 
 import csv
+import gc
 import io
 import pickle
 import re
@@ -32,6 +33,14 @@ from maxfactor.integrations.huggingface import ForModel, MaxFactorCallback  # no
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 KINDS = ("hidden", "head", "vector")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_collections() -> Iterator[None]:
+    """A Trainer collects garbage after training: half a second if it looks at all of torch."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -170,8 +179,8 @@ def test_step_sizes_are_in_the_logs(tmp_path: Path) -> None:
     seen: list[dict[str, float]] = []
 
     class Reporter(TrainerCallback):
-        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-            seen.append(dict(logs))
+        def on_log(self, *_: Any, **kwargs: Any) -> None:
+            seen.append(dict(kwargs["logs"]))
 
     callbacks = [MaxFactorCallback(), Reporter()]
     trainer = trainer_of(Net(), tmp_path, callbacks=callbacks, warmup_steps=2)
