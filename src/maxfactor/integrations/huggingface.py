@@ -166,14 +166,14 @@ def _misfits(
             "down before maxfactor sees them, which bounds its steps itself; set max_grad_norm=0 "
             "in the TrainingArguments"
         )
-    by_kind = "kind" in optimizer.param_groups[0]  # for_model made the groups, not the Trainer
-    names = {"learning_rate": "lr", "weight_decay": "weight_decay"}
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        is_lost = field.name == "learning_rate" or (field.name == "weight_decay" and by_kind)
-        if is_lost and value != field.default:
+    unused = {"learning_rate": "lr"}
+    if "kind" in optimizer.param_groups[0]:  # for_model made the groups, not the Trainer
+        unused["weight_decay"] = "weight_decay"
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    for name, own in unused.items():
+        value = getattr(args, name)
+        if value != defaults[name]:
             yield (
-                f"{field.name}={value:g} in the TrainingArguments is not used: the optimizer has "
-                f"its own; give {names[field.name]!r} in the kwargs of optimizer_cls_and_kwargs, "
-                f"and leave {field.name} out"
+                f"{name}={value:g} in the TrainingArguments is not used: the optimizer has its "
+                f"own; give {own!r} in the kwargs of optimizer_cls_and_kwargs, and leave {name} out"
             )
