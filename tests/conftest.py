@@ -34,7 +34,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MISSING = [name for name in ("jiwer", "soundfile", "typer") if find_spec(name) is None]
-ON_ONE_WORKER = ("test_speech_parallel.py",)  # starts two processes once for all its tests
+# Each starts two processes, or imports a large package, once for all its tests.
+ON_ONE_WORKER = ("test_speech_parallel.py", "test_trainers.py")
 collect_ignore_glob = ["test_benchmarks.py", "test_speech_*.py"] if MISSING else []
 
 

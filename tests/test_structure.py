@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -40,15 +42,28 @@ def imported_modules(path: Path) -> set[str]:
 
 @by_module
 def test_only_torch_is_needed(path: Path) -> None:
-    """And Triton, under backends/triton alone."""
+    """And Triton, under backends/triton alone; and the trainer that an integration is for."""
     known = {"torch", "maxfactor", *sys.stdlib_module_names}
     if "maxfactor.backends.triton" in name_of(path):
         known |= {"triton"}
+    if name_of(path) == "maxfactor.integrations.huggingface":
+        known |= {"transformers"}
     assert {module.split(".")[0] for module in imported_modules(path)} <= known
 
 
-@pytest.mark.parametrize("path", sorted(APPLICATION.rglob("*.py")), ids=lambda path: name_of(path))
-def test_the_application_uses_public_names_alone(path: Path) -> None:
+INTEGRATIONS = sorted((LIBRARY / "integrations").glob("*.py"))
+OUTSIDE = [*sorted(APPLICATION.rglob("*.py")), *INTEGRATIONS]
+
+
+def test_the_library_does_not_import_integrations() -> None:
+    """In a process of its own, as this one may have imported everything."""
+    code = "import sys, maxfactor; sys.exit('transformers' in sys.modules)"
+    path = os.pathsep.join(sys.path)
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, check=True)
+
+
+@pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: name_of(path))
+def test_applications_and_integrations_use_public_names_alone(path: Path) -> None:
     inside = {m for m in imported_modules(path) if m.startswith("maxfactor.")}
     assert not inside
     for node in ast.walk(ast.parse(path.read_text())):

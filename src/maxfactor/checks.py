@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -54,8 +55,8 @@ def check_flag(name: str, value: object) -> bool:
 
 
 def check_pair(name: str, value: object) -> tuple[Any, Any]:
-    """Return the two entries of a tuple or list (configuration files give lists)."""
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
+    """Return the two entries of a tuple or another sequence, as configuration files give them."""
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or len(value) != 2:
         raise ValueError(f"{name} must be a pair such as (1e-10, 1e-3), got {value!r}")
     return value[0], value[1]
 

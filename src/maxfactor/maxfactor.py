@@ -17,7 +17,6 @@ from maxfactor.settings import (
     Rounding,
     Scale,
     Switches,
-    as_setting,
 )
 
 if TYPE_CHECKING:
@@ -75,8 +74,8 @@ class MaxFactor(FactoredOptimizer):
         params: Parameters, named parameters or groups, as for any torch optimizer.
         lr: The largest relative step. A float or a 0-dim tensor; schedulers may overwrite it.
         beta2_decay: Exponent of (1), not positive.
-        eps: (eps1, eps2): the floor of variances and divisors, and the smallest RMS(W) in (3).
-            eps1 = None means float32's machine epsilon.
+        eps: (eps1, eps2), a tuple or list: the floor of variances and divisors, and the smallest
+            RMS(W) in (3). eps1 = None means float32's machine epsilon.
         d: Bound on RMS(U) in (8), where d >= 1 has no effect, and on RMS(u) with direction
             "factored". `math.inf` is no bound; with momentum it saves the fused step a pass.
         weight_decay: Decay of (4), decoupled from the gradient.
@@ -159,7 +158,7 @@ class MaxFactor(FactoredOptimizer):
             "weight_decay": weight_decay,
             "gamma": gamma,
             "maximize": maximize,
-            "momentum": as_setting(momentum),
+            "momentum": momentum,
             "nesterov": nesterov,
             "momentum_dtype": momentum_dtype,
             "direction": direction,
@@ -170,7 +169,7 @@ class MaxFactor(FactoredOptimizer):
             "fused": fused,
             "capturable": capturable,
             "nonfinite": nonfinite,
-            "switches": as_setting(switches),
+            "switches": switches,
         }
         super().__init__(params, defaults)
 

@@ -82,7 +82,7 @@ def estimate_memory(
     weights = sum(_bytes(each, dtype) for each in (*model.parameters(), *model.buffers()))
     gradients = sum(_bytes(each, dtype) for each in model.parameters() if each.requires_grad)
     if is_peer:
-        peer, trained = cast("PeerName", recipe), _trained(model, optimizer, dtype)
+        peer, trained = cast("PeerName", recipe), _trained(optimizer, dtype)
         return MemoryEstimate(
             weights, gradients, peer_state(peer, trained), peer_borrowed(peer, trained)
         )
@@ -99,7 +99,7 @@ def _bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
     return tensor.numel() * (dtype if casts and dtype else tensor.dtype).itemsize
 
 
-def _trained(model: nn.Module, optimizer: MaxFactor, dtype: torch.dtype | None) -> list[Trained]:
+def _trained(optimizer: MaxFactor, dtype: torch.dtype | None) -> list[Trained]:
     """What another optimizer would train: everything that is not frozen."""
     sorter = optimizer.sorter
     assert isinstance(sorter, ModelSorter)
@@ -107,10 +107,9 @@ def _trained(model: nn.Module, optimizer: MaxFactor, dtype: torch.dtype | None) 
         Trained(
             tuple(param.shape),
             (dtype or param.dtype).itemsize,
-            param.ndim == 2 and sorter.kind_of(param) == "hidden",
+            param.ndim == 2 and sorter.kind_of(name) == "hidden",
         )
-        for param in model.parameters()
-        if param.requires_grad
+        for name, param in sorter.named()
     ]
 
 

@@ -140,7 +140,9 @@ class ModelSorter:
     ) -> None:
         _check_shapes(model)
         self.model, self._recipe, self._lr, self._overrides = model, recipe, lr, overrides
-        self._kinds = _kinds(model)  # a later freeze, or a new layer, does not change them
+        # By name, as FSDP2 replaces the parameters and must be able to free the old ones. A later
+        # freeze, or a new layer, does not change them.
+        self._kinds = _kinds_by_name(model)
         tables = _sinusoids(model)
         self.left_out = {
             name: "sinusoids of the encoder's positions, a table that is not trained"
@@ -148,21 +150,20 @@ class ModelSorter:
             if param in tables
         }
 
-    def kind_of(self, param: Tensor) -> str:
+    def kind_of(self, name: str) -> str:
         """The kind of a parameter of the model."""
-        return self._kinds[param]
+        return self._kinds[name]
 
     def named(self) -> list[tuple[str, Tensor]]:
         """The trainable parameters of the model with their names, without duplicates."""
-        found = self.model.named_parameters()
-        return [(name.replace("_orig_mod.", ""), p) for name, p in found if p.requires_grad]
+        return [(name, param) for name, param in _named(self.model) if param.requires_grad]
 
     def groups(self, named: Iterable[tuple[str, Tensor]]) -> list[dict[str, Any]]:
         """A group with the recipe's settings for each kind among these parameters."""
         by_kind: dict[str, list[tuple[str, Tensor]]] = {kind: [] for kind in KINDS}
         for name, param in named:
             if name not in self.left_out:
-                by_kind[self._kinds[param]].append((name, param))
+                by_kind[self._kinds[name]].append((name, param))
         return [
             {"params": params, "kind": kind, **self._settings(kind)}
             for kind, params in by_kind.items()
@@ -183,7 +184,7 @@ class ModelSorter:
                 f"{type(module).__name__} has {len(outside)} parameters that are not in the model "
                 f"of this optimizer, of shapes {', '.join(shapes[:3])}; give a part of that model"
             )
-        self._kinds = {**_kinds(self.model), **self._kinds}  # it may have new layers
+        self._kinds = {**_kinds_by_name(self.model), **self._kinds}  # it may have new layers
         new = inside - {param for group in groups for param in group["params"]}
         added = self.groups((name, param) for name, param in self.named() if param in new)
         if not added:
@@ -321,6 +322,16 @@ def _check_shapes(model: nn.Module) -> None:
                 f"parameter {name!r} has no shape yet; run one batch through the model before "
                 "building the optimizer"
             )
+
+
+def _named(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters of a model with their names before torch.compile, without duplicates."""
+    return [(name.replace("_orig_mod.", ""), param) for name, param in model.named_parameters()]
+
+
+def _kinds_by_name(model: nn.Module) -> dict[str, str]:
+    kinds = _kinds(model)
+    return {name: kinds[param] for name, param in _named(model)}
 
 
 def _kinds(model: nn.Module) -> dict[Tensor, str]:

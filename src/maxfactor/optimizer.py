@@ -78,9 +78,9 @@ class FactoredOptimizer(Optimizer):
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         self.settings_class.from_group(defaults)  # refuse wrong arguments first
-        self.defaults = defaults
+        self.defaults = {name: as_setting(value) for name, value in defaults.items()}
         self._reset()
-        super().__init__(_as_list(params), defaults)
+        super().__init__(_as_list(params), self.defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -295,7 +295,7 @@ class FactoredOptimizer(Optimizer):
             )
         settings = self.settings_class.from_group(group)
         # Copies, to notice a change inside a dict.
-        kept = {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
+        kept = {k: as_setting(v) if isinstance(v, Mapping) else v for k, v in values.items()}
         began = known.began_with_number if known else has_number
         self._checked[index] = CheckedGroup(kept, settings, began)
         return settings

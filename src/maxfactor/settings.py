@@ -12,7 +12,7 @@ argument of the optimizer class, the equation in `rule/reference.py`, and its fo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from numbers import Integral, Real
@@ -539,6 +539,10 @@ def as_setting(value: object) -> object:
     """Convert to dicts and Python numbers, which torch.load accepts with weights_only=True."""
     if isinstance(value, (FAM, Switches)):
         return asdict(value)
+    if isinstance(value, Mapping):  # omegaconf has its own
+        return {key: as_setting(entry) for key, entry in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, tuple, list)):
+        return [as_setting(entry) for entry in value]
     is_plain = type(value) in (bool, int, float)  # numpy's float64 subclasses float
     if is_plain or not isinstance(value, Real):
         return value

@@ -1,0 +1,1 @@
+"""Thin adapters to trainers; each module needs the package that it is named after."""
