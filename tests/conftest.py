@@ -23,6 +23,36 @@ from ranks import Ranks
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+
+def _patch_once() -> None:
+    """Let Triton's interpreter patch its language once per launch, not at every call of a function.
+
+    Functions that kernels call patch it again, which takes almost half of the time and changes
+    nothing: what is patched already is no builtin any more.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch = getattr(interpreter, "_patch_lang", None)
+    scope = getattr(interpreter, "_LangPatchScope", None)
+    if patch is None or scope is None:  # another version of Triton
+        return
+
+    def patch_if_needed(function: Any) -> Any:
+        known = (tl, tl.core)
+        languages = [
+            each for each in function.__globals__.values() if any(each is k for k in known)
+        ]
+        if languages and not any(tl.core.is_builtin(each.load) for each in languages):
+            return scope()
+        return patch(function)
+
+    interpreter._patch_lang = patch_if_needed
+
+
+if not torch.cuda.is_available() and find_spec("triton") is not None:
+    _patch_once()
+
 # Torch looks at it once, at the first product of matrices, and trainings on a GPU insist on it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
