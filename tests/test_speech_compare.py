@@ -151,6 +151,8 @@ def test_finished_trainings_are_reused(tmp_path: Path) -> None:
     assert told[-1]["model.encoder.conv1.weight"] == [pytest.approx(0.9)]
     page = report(first, "Speech")
     assert "per layer" in page
+    assert "quality: change per step" in page
+    assert "adamw: change per step" not in page
     other = replace(comparison, base=replace(BASE, task="sentences"))
     with pytest.raises(InputError, match="was started with task='digits'"):
         compare(other, out, 1, cache, said.append)

@@ -29,7 +29,7 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 # What stands out in a report.
 UNUSUAL = 10.0  # times the median of the kind, or a tenth of it
 VANISHING = 1e-4  # of the kind's median RMS of gradients
-DOMINATING = 0.5  # share of the squared norm of all gradients
+DOMINATING = 0.8  # share of the squared norm of all gradients
 MOSTLY_LOST = 0.5  # share of the entries
 FEWEST = 3  # parameters of a kind whose median says something
 

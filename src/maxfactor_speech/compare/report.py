@@ -22,6 +22,7 @@ COLORS = (
 )  # fmt: skip
 TARGET = 0.1  # the word error rate of the column "Steps to 10% WER"
 EXAMPLES = 5
+RATIO = "/update_ratio"  # how a key of the optimizer's telemetry ends
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 1060px; margin: 2em auto;
@@ -66,6 +67,9 @@ def report(
     ]
     heat_maps = [
         _heat_map(label, group[0]) for label, group in groups.items() if _lines_with_beta(group[0])
+    ]
+    charts += [
+        _ratios(label, group[0]) for label, group in groups.items() if _lines_with_ratio(group[0])
     ]
     about = [_headline(groups), *filter(None, (_sentence(settings), _note_on_jobs(results)))]
     return _page(title, about, groups, colors, charts, heat_maps, by_label(tried))
@@ -192,6 +196,24 @@ def _heat_map(label: str, result: RunResult) -> go.Figure:
 
 def _lines_with_beta(result: RunResult) -> list[dict[str, Any]]:
     return [line for line in result.metrics if line.get("beta")]
+
+
+def _ratios(label: str, result: RunResult) -> go.Figure:
+    """Plot how much a step changes each kind of layer, as a share of its size."""
+    lines = _lines_with_ratio(result)
+    figure = go.Figure()
+    for key in (key for key in lines[-1]["optimizer"] if key.endswith(RATIO)):
+        points = [(line["step"], line["optimizer"].get(key)) for line in lines]
+        x, y = zip(*points, strict=True)
+        figure.add_scatter(x=x, y=y, name=key.removesuffix(RATIO), mode="lines+markers")
+    figure.update_layout(**_layout(f"{label}: change per step ÷ weight", "steps"))
+    figure.update_yaxes(type="log", tickformat=".0e")
+    return figure
+
+
+def _lines_with_ratio(result: RunResult) -> list[dict[str, Any]]:
+    lines = [line for line in result.metrics if line.get("optimizer")]
+    return [line for line in lines if any(key.endswith(RATIO) for key in line["optimizer"])]
 
 
 def _layout(title: str, axis: str) -> dict[str, Any]:
