@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import maxfactor
 from cases import no_host_sync
@@ -200,7 +202,8 @@ def run(
                     assert found.lost is None
                 else:
                     lost = (wide.param.to(dtype) == before) & (wide.param != before)
-                    assert found.lost == pytest.approx(float(lost.float().mean()), abs=0.02)
+                    few = max(0.02, 2.1 / lost.numel())  # in borderline cases
+                    assert found.lost == pytest.approx(float(lost.float().mean()), abs=few)
 
 
 def beta_of(state: dict[str, Tensor], own: TensorRule, t: int) -> float | None:
@@ -362,14 +365,24 @@ def test_released_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0] == found[1]
 
 
-def test_sharded_parameters_are_refused() -> None:
-    model = make()
-    optimizer = optimizer_of(model, "fast", {})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("maxfactor.optimizer.is_sharded", lambda x: x is model.up.weight)
-        with pytest.raises(RuntimeError, match=r"'up\.weight' is a DTensor"):
-            optimizer.record_metrics()
-        optimizer.record_metrics(every=0)
+def test_sharded_parameters_are_refused(one_rank: None) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(1))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+    optimizer = maxfactor.MaxFactor([("up.weight", weight)])
+    with pytest.raises(RuntimeError, match=r"'up\.weight' is a DTensor"):
+        optimizer.record_metrics()
+    optimizer.record_metrics(every=0)
+
+
+def test_equal_names_of_two_groups() -> None:
+    params = [nn.Parameter(torch.ones(2, 3)) for _ in range(2)]
+    optimizer = maxfactor.MaxFactor([{"params": [("w", param)]} for param in params])
+    optimizer.record_metrics()
+    for size_of_it, param in enumerate(params, 1):
+        param.grad = torch.full_like(param, size_of_it)
+    optimizer.step()
+    found = {name: each.grad_rms for name, each in optimizer.metrics().items()}
+    assert found == pytest.approx({"w": 1.0, "w of group_1": 2.0})
 
 
 # ----------------------------------------------------------------------- summary and report

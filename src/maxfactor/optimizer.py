@@ -455,11 +455,14 @@ class FactoredOptimizer(Optimizer):
             raise RuntimeError(
                 "no step has been recorded; call optimizer.record_metrics() before optimizer.step()"
             )
-        known = {}
+        known: dict[Tensor, Known] = {}
+        names: set[str] = set()
         for each in self.members():
             group, rules = self.param_groups[each.group], self._settings(each.group).rules
             kind = str(group.get("kind", f"group_{each.group}"))
-            known[each.param] = Known(each.name, kind, rules.of(tuple(each.param.shape)))
+            name = each.name if each.name not in names else f"{each.name} of group_{each.group}"
+            names.add(name)
+            known[each.param] = Known(name, kind, rules.of(tuple(each.param.shape)))
         return Metrics(self._recording.records, known, self._recording.age)
 
     def report(self, k: int = 5) -> Report:
