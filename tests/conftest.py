@@ -30,8 +30,8 @@ def _patch_once() -> None:
     Functions that kernels call patch it again, which takes almost half of the time and changes
     nothing: what is patched already is no builtin any more.
     """
-    import triton.language as tl
-    from triton.runtime import interpreter
+    import triton.language as tl  # type: ignore[import-untyped]
+    from triton.runtime import interpreter  # type: ignore[import-untyped]
 
     patch = getattr(interpreter, "_patch_lang", None)
     scope = getattr(interpreter, "_LangPatchScope", None)

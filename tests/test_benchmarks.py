@@ -42,7 +42,7 @@ from studies.summary import (
     usable_range,
 )
 from studies.training import Training, perform, prepare_speech
-from timing import gpu_busy, newton_schulz, small_memory, training_step
+from timing import gpu_busy, newton_schulz, small_memory, telemetry, training_step
 
 
 @pytest.fixture(autouse=True)
@@ -239,6 +239,15 @@ def test_share_of_a_training_step(tmp_path: Path) -> None:
         "published-1.0", "lean", "fast", "quality", "torch AdamW fused",
     ]  # fmt: skip
     assert all(0.0 < row["share"] < 1.0 for row in report["rows"])
+
+
+def test_cost_of_recorded_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "RECIPES", ("lean", "fast"))
+    report = telemetry.main(["--quick", "--out", str(tmp_path / "cost.json")])
+    assert json.loads((tmp_path / "cost.json").read_text())["rows"] == report["rows"]
+    found = [(row["dtype"], row["recipe"]) for row in report["rows"]]
+    assert found == [(d, r) for d in ("float32", "bfloat16") for r in ("lean", "fast")]
+    assert all(row["same_weights"] for row in report["rows"])
 
 
 def test_spectrum_and_pictures(tmp_path: Path) -> None:

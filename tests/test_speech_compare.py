@@ -169,6 +169,9 @@ def test_finished_trainings_are_reused(tmp_path: Path) -> None:
     page = report(first, "Speech")
     assert "<h3>quality</h3>" in page  # the heat map of its betas
     assert "GPU<br>peak" not in page
+    ratios = page.split("<h2>Change of the weights per step")[1]
+    assert "<h3>quality</h3>" in ratios
+    assert "<h3>adamw</h3>" not in ratios
     other = replace(comparison, base=replace(BASE, task="sentences"))
     with pytest.raises(InputError, match="was started with task='digits'"):
         compare(other, out, 1, cache, RunLines(said.append))

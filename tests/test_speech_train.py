@@ -419,9 +419,16 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_resumes(
 
 
 def test_tensorboard_on_request(cache: Path, tmp_path: Path) -> None:
-    train(replace(TINY, steps=2), tmp_path, cache=cache, workers=1, tensorboard=True)
+    train(
+        replace(TINY, optimizer="lean", steps=2), tmp_path, cache=cache, workers=1, tensorboard=True
+    )
     [events] = (tmp_path / "tensorboard").iterdir()
     assert events.stat().st_size > 200
+    assert b"optimizer/hidden/update_ratio" in events.read_bytes()
+    before, *_, last = [line["optimizer"] for line in lines(tmp_path) if "wer" in line]
+    assert before == {}
+    assert 0.0 < last["hidden/update_ratio"] < 1.0
+    assert last["skipped"] == 0.0
 
 
 def test_a_nan_loss_is_written_as_null(tmp_path: Path) -> None:

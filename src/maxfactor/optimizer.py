@@ -21,6 +21,7 @@ from maxfactor.backends.step_io import GroupStep, StepInput
 from maxfactor.checkpoint import MARK, STATE_FORMAT
 from maxfactor.description import Description, describe_group
 from maxfactor.distributed.gradients import all_zero
+from maxfactor.distributed.placement import is_sharded
 from maxfactor.rule.reference import host_scalar
 from maxfactor.settings import (
     ADAFACTOR_MAX_STEP,
@@ -32,6 +33,7 @@ from maxfactor.settings import (
     check_lr,
 )
 from maxfactor.state import init_state
+from maxfactor.telemetry import Known, Metrics, Recording, Report, report_of
 from maxfactor.windows import Member, members_of
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ class FactoredOptimizer(Optimizer):
     made_by: ClassVar[str]  # the optimizer's name in a checkpoint, also of subclasses
     release: Release | None = None  # while its gradients are released
     left_out: Mapping[str, str] = MappingProxyType({})  # parameters it does not train, and why
+    _recording: Recording | None = None  # None until `record_metrics` is called
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         self.settings_class.from_group(defaults)  # refuse wrong arguments first
@@ -180,9 +183,17 @@ class FactoredOptimizer(Optimizer):
 
     def _advance(self) -> None:
         """Take the step with the present gradients."""
+        if self._records:
+            self._check_recordable()
         if self.release is not None:
             self.release.finish()
-            return
+        else:
+            self._step_all()
+        if self._recording is not None:
+            self._recording.advance()
+
+    def _step_all(self) -> None:
+        """Step all parameters that have a gradient."""
         groups = self._groups()
         flat = [param for group in self.param_groups for param in group["params"]]
         runner = self._runner(WHOLE)
@@ -208,7 +219,9 @@ class FactoredOptimizer(Optimizer):
         """Take a step of some inputs; plan it first if it is a fused one."""
         self._add_states(inputs)
         if backend == "torch":
-            runner.run_torch(inputs, self._execution)
+            record = runner.run_torch(inputs, self._execution, records=self._records)
+            if self._recording is not None:
+                self._recording.add(record)
             return
         groups = self._groups()
         runner.plan(inputs, flat, groups, _idle(groups, members, inputs))
@@ -323,7 +336,16 @@ class FactoredOptimizer(Optimizer):
     def _launch(self, runner: Runner, groups: list[GroupStep], seen: Seen | None = None) -> None:
         """Launch a fused step."""
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        runner.run_fused(groups, self._execution, scale, found, seen)  # both set by GradScaler
+        record = runner.run_fused(  # both set by GradScaler
+            groups, self._execution, scale, found, seen, records=self._records
+        )
+        if self._recording is not None:
+            self._recording.add(record)
+
+    @property
+    def _records(self) -> bool:
+        """Whether the present step is recorded."""
+        return self._recording is not None and self._recording.is_due
 
     @property
     def _fused(self) -> FusedStep | None:
@@ -394,6 +416,80 @@ class FactoredOptimizer(Optimizer):
             for index, group in enumerate(self.param_groups)
         ]
         return Description(rows, self.left_out)
+
+    def record_metrics(self, every: int | None = 50) -> None:
+        """Record what steps do to each parameter, for `metrics` and `report`.
+
+        A recorded step does not wait for the device, and other steps do nothing for it. With
+        released gradients, call it before backward. Refused with an error: sharded parameters, and
+        steps that a CUDA graph captures.
+
+        Args:
+            every: Record the next step, then every `every`-th one. None records the next step
+                alone, 0 ends the recording.
+        """
+        if every != 0:
+            self._check_recordable()
+        recording = self._recording or Recording()
+        recording.schedule(every)  # or raises, and changes nothing
+        self._recording = recording
+
+    def metrics(self) -> Metrics:
+        """What the last recorded step did to each parameter that had a gradient, by its name.
+
+        The object is a mapping from names to `ParameterMetrics`; `summary()` makes a flat dict for
+        a logger. Reading the first value waits for the device.
+
+        Example:
+            >>> import torch, maxfactor
+            >>> model = torch.nn.Linear(4, 2)
+            >>> optimizer = maxfactor.MaxFactor(model.named_parameters(), lr=0.01)
+            >>> optimizer.record_metrics()
+            >>> model(torch.randn(8, 4)).square().mean().backward()
+            >>> optimizer.step()
+            >>> metrics = optimizer.metrics()
+            >>> list(metrics), metrics["weight"].beta, metrics["weight"].clip
+            (['weight', 'bias'], None, 1.0)
+        """
+        if self._recording is None or not self._recording.records:
+            raise RuntimeError(
+                "no step has been recorded; call optimizer.record_metrics() before optimizer.step()"
+            )
+        known: dict[Tensor, Known] = {}
+        names: set[str] = set()
+        for each in self.members():
+            group, rules = self.param_groups[each.group], self._settings(each.group).rules
+            kind = str(group.get("kind", f"group_{each.group}"))
+            name = each.name if each.name not in names else f"{each.name} of group_{each.group}"
+            names.add(name)
+            known[each.param] = Known(name, kind, rules.of(tuple(each.param.shape)))
+        return Metrics(self._recording.records, known, self._recording.age)
+
+    def report(self, k: int = 5) -> Report:
+        """Lines of plain English that name the parameters that stand out in `metrics()`.
+
+        Gradients that are not finite, zero, vanish or dominate; parameters that change ten times
+        as much, or a tenth as much, as the median of their kind; FAM's memory at its bounds;
+        16-bit parameters most of whose changes rounding to nearest would lose.
+
+        Args:
+            k: At most as many parameters for each of these.
+        """
+        return report_of(self.metrics(), k)
+
+    def _check_recordable(self) -> None:
+        """Refuse to record what no backend can."""
+        for each in self.members():
+            if is_sharded(each.param):
+                raise RuntimeError(
+                    f"metrics cannot be recorded for sharded parameters, and parameter "
+                    f"{each.name!r} is a DTensor; call record_metrics(every=0)"
+                )
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "metrics cannot be recorded while a CUDA graph is captured; call "
+                "record_metrics(every=0), and record a step outside of the graph"
+            )
 
     def named_group(self, index: int) -> list[tuple[str, Tensor]]:
         """A group's parameters with their names; the fourth unnamed one of all is `param_3`."""

@@ -13,7 +13,7 @@ from maxfactor.backends.torch.step import step as torch_step
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from maxfactor.backends.step_io import GroupStep, StepInput
+    from maxfactor.backends.step_io import GroupStep, StepInput, StepRecord
     from maxfactor.backends.triton.inputs import Seen
     from maxfactor.backends.triton.step import FusedStep
     from maxfactor.settings import Execution
@@ -46,15 +46,18 @@ class Runner:
 
         self.fused = make_step(inputs, flat, groups, self.fused, idle)
 
-    def run_torch(self, inputs: Sequence[StepInput], execution: Execution) -> None:
-        """Take a step by the torch backend, with the guard on the host."""
-        check = execution.nonfinite != "ignore"
-        result = torch_step(inputs, check=check, foreach=bool(execution.foreach))
+    def run_torch(
+        self, inputs: Sequence[StepInput], execution: Execution, *, records: bool = False
+    ) -> StepRecord | None:
+        """Take a step by the torch backend, with the guard on the host; return its record."""
+        check, foreach = execution.nonfinite != "ignore", bool(execution.foreach)
+        result = torch_step(inputs, check=check, foreach=foreach, records=records)
         if result.nonfinite:
             self._guard.failed(result.nonfinite, execution.nonfinite)
         else:
             self._guard.passed()
             self._result, self._stepped = result, [each.param for each in inputs]
+        return result.record
 
     def run_fused(
         self,
@@ -63,8 +66,10 @@ class Runner:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         seen: Seen | None,
-    ) -> None:
-        """Launch a step; the device decides whether to skip it, and counts."""
+        *,
+        records: bool = False,
+    ) -> StepRecord | None:
+        """Launch a step; the device decides whether to skip it, and counts. Return its record."""
         assert self.fused is not None
         self._result = self.fused.step(
             groups,
@@ -72,8 +77,10 @@ class Runner:
             seen=seen,
             grad_scale=grad_scale,
             found_inf=found_inf,
+            records=records,
         )
         self._stepped = self.fused.owners
+        return self._result.record
 
     def drop_plan(self) -> None:
         """Free the buffers of the fused step; the host goes on counting."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,9 +39,29 @@ class StepInput:
     window: int = 0
 
 
+class Measured(NamedTuple):
+    """What a recorded step measured of a parameter; sums are over all of its entries."""
+
+    step_size: float  # alpha of (3)
+    gradient_squares: float  # sum of G^2
+    change_squares: float = 0.0  # sum of (W after - W before)^2
+    weight_squares: float = 0.0  # sum of W^2 after the step
+    lost: float = 0.0  # entries of W whose change rounding to nearest would drop
+    beta: float | None = None  # of (12), the mean over bands; None without momentum
+    clip: float = 1.0  # what bounds divided the update by: (8), (10) and the clip of the norm
+
+
+class StepRecord(Protocol):
+    """The measurements of a recorded step, on the device until they are read."""
+
+    def read(self) -> tuple[bool, dict[Tensor, Measured]]:
+        """Whether the step was skipped, and what was measured; waits for the device."""
+
+
 @dataclass
 class StepResult:
     """The step size of each parameter, or the names of parameters with a nonfinite gradient."""
 
     step_sizes: Sequence[float | Tensor] | Tensor = field(default_factory=list)
     nonfinite: list[str] = field(default_factory=list)
+    record: StepRecord | None = None  # of a recorded step

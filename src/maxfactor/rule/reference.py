@@ -225,10 +225,15 @@ def input_factor(mean_square: Tensor, mean: Tensor, rule: TensorRule) -> Tensor:
     size of x without another pass over G. The orthogonal direction divides by sqrt(R C) after the
     momentum, so its V in (10) is a scalar.
     """
-    clip = (mean_square / mean.clamp(min=FLOAT32_TINY)).sqrt().clamp(min=1.0)  # s_z
+    clip = input_clip(mean_square, mean)
     if rule.is_orthogonal:
         clip = clip * mean.clamp(min=rule.variance_floor).sqrt()
     return 1.0 / clip
+
+
+def input_clip(mean_square: Tensor, mean: Tensor) -> Tensor:
+    """The s_z of (10), at least 1, from the means of this step's G^2 and of R or v."""
+    return (mean_square / mean.clamp(min=FLOAT32_TINY)).sqrt().clamp(min=1.0)
 
 
 def mean_moment(moments: State) -> Tensor:

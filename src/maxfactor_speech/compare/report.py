@@ -39,6 +39,7 @@ SHORTER = {
 }  # fmt: skip
 TARGET = 0.1  # the word error rate of the column "Steps to 10% WER"
 EXAMPLES = 5
+RATIO = "/update_ratio"  # how a key of the optimizer's telemetry ends
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 1160px; margin: 1.5em auto;
@@ -136,6 +137,11 @@ def _page(
         parts.append("<h2>Momentum coefficient β of each matrix</h2>")
     for label, result in with_beta.items():
         parts.append(f"<h3>{escape(label)}</h3>{_embedded(_heat_map(result))}")
+    with_ratio = {label: group[0] for label, group in groups.items() if _lines_with_ratio(group[0])}
+    if with_ratio:
+        parts.append("<h2>Change of the weights per step, relative to their size</h2>")
+    for label, result in with_ratio.items():
+        parts.append(f"<h3>{escape(label)}</h3>{_embedded(_ratios(result))}")
     if any(finished(group) for group in groups.values()):
         parts.append(f"<h2>Transcripts of the best checkpoints</h2>{_examples(groups)}")
     parts.append(f"<script>{SCRIPT}</script>")
@@ -244,6 +250,25 @@ def _short(name: str) -> str:
 
 def _lines_with_beta(result: RunResult) -> list[dict[str, Any]]:
     return [line for line in result.metrics if line.get("beta")]
+
+
+def _ratios(result: RunResult) -> go.Figure:
+    """Plot how much a step changes each kind of layer, as a share of its size."""
+    lines = _lines_with_ratio(result)
+    figure = go.Figure()
+    for key in (key for key in lines[-1]["optimizer"] if key.endswith(RATIO)):
+        points = [(line["step"], line["optimizer"].get(key)) for line in lines]
+        x, y = zip(*points, strict=True)
+        figure.add_scatter(x=x, y=y, name=key.removesuffix(RATIO), mode="lines+markers")
+    legend = {"orientation": "h", "y": -0.25}
+    figure.update_layout(**{**_layout("", "steps"), "showlegend": True, "legend": legend})
+    figure.update_yaxes(type="log", tickformat=".0e")
+    return figure
+
+
+def _lines_with_ratio(result: RunResult) -> list[dict[str, Any]]:
+    lines = [line for line in result.metrics if line.get("optimizer")]
+    return [line for line in lines if any(key.endswith(RATIO) for key in line["optimizer"])]
 
 
 def _layout(title: str, axis: str) -> dict[str, Any]:

@@ -186,7 +186,7 @@ def _evaluate(trainer: Trainer, metrics: NoMetrics, reporter: Reporter) -> Evalu
     evaluation = trainer.evaluate()
     trainer.note(evaluation)
     best = None if trainer.best is None else trainer.best.step
-    metrics.evaluated(trainer.step, trainer.seconds, evaluation, best)
+    metrics.evaluated(trainer.step, trainer.seconds, evaluation, best, trainer.telemetry())
     reporter.evaluated(trainer.step, evaluation, best == trainer.step)
     return evaluation
 
@@ -203,6 +203,8 @@ def train_until(
     try:
         with repeatable(trainer.device):
             while trainer.step < until and not (losses and stopping()):
+                if trainer.step + 1 == until and _is_evaluation(trainer.settings, until):
+                    trainer.record_step()
                 losses.append(trainer.train_step(next(batches)))
         loss = trainer.processes.mean(float(torch.stack(losses).mean()))
         trainer.check_skipped()

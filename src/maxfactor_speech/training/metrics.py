@@ -25,7 +25,12 @@ class NoMetrics:
         """Write nothing."""
 
     def evaluated(
-        self, step: int, seconds: float, evaluation: Evaluation, best: int | None
+        self,
+        step: int,
+        seconds: float,
+        evaluation: Evaluation,
+        best: int | None,
+        telemetry: dict[str, float],
     ) -> None:
         """Write nothing."""
 
@@ -57,13 +62,21 @@ class Metrics(NoMetrics):
         self._write({**line, "beta": betas} if betas else line)
 
     def evaluated(
-        self, step: int, seconds: float, evaluation: Evaluation, best: int | None
+        self,
+        step: int,
+        seconds: float,
+        evaluation: Evaluation,
+        best: int | None,
+        telemetry: dict[str, float],
     ) -> None:
-        """Write error rates, the step of the best checkpoint so far, and examples."""
+        """Write error rates, the step of the best checkpoint so far, examples and telemetry."""
         line: dict[str, Any] = {"step": step, "seconds": seconds, "best": best}
         line |= {"wer": evaluation.wer, "raw_wer": evaluation.raw_wer, "cer": evaluation.cer}
         line |= {"examples": [example._asdict() for example in evaluation.examples]}
-        self._write(line)
+        self._write({**line, "optimizer": telemetry})
+        if self._board is not None:
+            for key, value in telemetry.items():
+                self._board.add_scalar(f"optimizer/{key}", value, step)
 
     def close(self) -> None:
         """Close the TensorBoard logs."""

@@ -110,6 +110,7 @@ class Trainer:
         self.seconds = 0.0
         self.best: Best | None = None
         self.evaluated: int | None = None  # the step of the last evaluation
+        self._recorded: int | None = None  # the step that `telemetry` is of
         self._without_progress = 0  # evaluations since the best one
         self._full_model_step = -1  # the step that the weights of the full model are of
 
@@ -237,6 +238,21 @@ class Trainer:
         spectra = optimizer.spectrum() if isinstance(optimizer, MaxFactor) else {}
         # Called rarely, after the loss was read, which has waited for the device already.
         return {name: spectrum.beta.tolist() for name, spectrum in spectra.items()}
+
+    def record_step(self) -> None:
+        """Let MaxFactor record what the next step does; not in shards, nor in a CUDA graph."""
+        optimizer = self.optimizers[0]
+        can_record = not self.processes.is_sharded and self._device_lrs is None
+        if isinstance(optimizer, MaxFactor) and can_record:
+            optimizer.record_metrics(every=None)
+            self._recorded = self.step + 1
+
+    def telemetry(self) -> dict[str, float]:
+        """Return what MaxFactor recorded of the last step, for each kind of layer."""
+        optimizer = self.optimizers[0]
+        if isinstance(optimizer, MaxFactor) and self._recorded == self.step:
+            return optimizer.metrics().summary()
+        return {}
 
     def save(self, out: Path) -> Path:
         """Write a checkpoint of the current step; return its folder."""

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
     from maxfactor.backends.step_io import StepInput
+    from maxfactor.backends.torch.record import BatchRecord
     from maxfactor.rule.momentum import Memory
 
     Rounds = Generator[list[Reduction], list[Tensor], list[Scalar]]
@@ -88,6 +89,7 @@ class Batch:
         self._find_groups()
         self.stacked: Tensor | None = None  # gradients of small tensors, as a batch
         self.weights: Tensor | None = None  # as a batch, once they were read
+        self.record: BatchRecord | None = None  # set in a recorded step
         self.exchanged: ExchangedMatrix | None = None
         if self.rule.is_orthogonal and self.everywhere:
             layout = factoring(tuple(first.param.shape), self.rule.factor)
@@ -128,6 +130,8 @@ class Batch:
         if self.everywhere:
             reductions.append(Reduction(self._weight_squares(), self.everywhere))
         got = yield reductions
+        if self.record is not None:
+            self.record.begin(got[0], rule)
         torch._foreach_add_([state["step"] for state in self.states], 1.0)
         weight_squares = got.pop() if self.everywhere else self._weight_squares()
         alpha, keep = self._rates(weight_squares)
@@ -343,12 +347,14 @@ class Batch:
             scale = 1.0 / larger(got["largest"], rule.floor)  # (7)
         if not rule.needs_norm:
             return scale
-        norm = got["square"].sqrt()
+        peaked, norm = scale, got["square"].sqrt()
         if rule.norm_clip > 0.0:
             scale = scale * (rule.norm_clip / larger(norm * scale, rule.norm_clip))
         if rule.rms_bound < math.inf:
             rms = norm / math.sqrt(self.count) * scale
             scale = scale / larger(rms / rule.rms_bound, 1.0)  # (8)
+        if self.record is not None:
+            self.record.add_clip(peaked / scale)
         return scale
 
     def _orthogonal_step(
@@ -379,6 +385,7 @@ class Batch:
             self.weights = as_batch(self.params, self.shape)
         w = self.weights[:, rows]
         is_wide = dtype in (torch.float32, torch.float64)
+        before = w.clone() if self.record is not None else None
         wide = w if is_wide else self.scratch(2, w).copy_(w)
         if isinstance(keep, Tensor):  # one for each tensor, or on the device: not read back
             wide.mul_(keep).add_(move)
@@ -386,6 +393,8 @@ class Batch:
             torch.add(move, wide, alpha=keep, out=wide)  # one pass for both
         if not is_wide:
             w.copy_(self._rounded(rows, wide, dtype))
+        if self.record is not None and before is not None:
+            self.record.add_write(before, wide, w)
         if rows.stop == self.shape[1]:
             write_back(self.params, self.weights)
 
@@ -479,6 +488,10 @@ class Update:
         if self.rule.has_momentum:
             self.memory = memory_of(self.rule, batch.t, batch.shape[2], self._band_sums())
             self._load_momentum()
+        if batch.record is not None:
+            batch.record.add_clip(reference.input_clip(total / batch.count, mean))
+            if self.memory is not None and self.memory.band_beta is not None:
+                batch.record.beta = self.memory.band_beta.mean(dim=-1)
 
     def _band_sums(self) -> Tensor | None:
         states = self.batch.states

@@ -13,6 +13,7 @@ from torch import Tensor
 from maxfactor.backends.step_io import StepResult
 from maxfactor.backends.torch.batch import SMALL, Batch
 from maxfactor.backends.torch.blocks import Scratch
+from maxfactor.backends.torch.record import BatchRecord, TorchRecord
 from maxfactor.distributed.gradients import local_gradients
 from maxfactor.distributed.owner_exchange import orthogonalize_by_owners_
 from maxfactor.distributed.placement import is_sharded
@@ -33,13 +34,16 @@ DEVICE_BLOCK = 1 << 24  # elements: small compared with the memory of a device
 ROUNDS = 3
 
 
-def step(inputs: Sequence[StepInput], *, check: bool, foreach: bool) -> StepResult:
+def step(
+    inputs: Sequence[StepInput], *, check: bool, foreach: bool, records: bool = False
+) -> StepResult:
     """Take one step for each parameter; with `check`, skip all if a gradient is not finite.
 
     Args:
         inputs: The parameters. They and their states are updated in place.
         check: Whether to check that all gradients are finite, before anything is written.
         foreach: Whether to batch all tensors of one shape, not only those of `is_batched`.
+        records: Whether to measure the step; not for sharded parameters.
     """
     groups = process_groups(each.param for each in inputs)
     grads = [each.grad for each in inputs]
@@ -51,7 +55,15 @@ def step(inputs: Sequence[StepInput], *, check: bool, foreach: bool) -> StepResu
     batches = sort_into_batches(inputs, grads, foreach=foreach, shared=not groups)
     if groups:
         return run_on_all(list(batches), inputs, groups, check=check)
-    return run_alone(batches, inputs, check=check)
+    if not records:
+        return run_alone(batches, inputs, check=check)
+    measured = list(batches)
+    for batch in measured:
+        batch.record = BatchRecord(len(batch.inputs))
+    result = run_alone(iter(measured), inputs, check=check)
+    pairs = [(batch.inputs, batch.record) for batch in measured if batch.record is not None]
+    result.record = TorchRecord(inputs, result.step_sizes, pairs)
+    return result
 
 
 # ------------------------------------------------------------------------------------- batches
@@ -122,6 +134,9 @@ def run_alone(batches: Iterator[Batch], inputs: Sequence[StepInput], *, check: b
         return StepResult(sizes_in_order(sizes, inputs))
     started = [(batch, rounds := batch.rounds(), next(rounds)) for batch in batches]
     if bad := nonfinite([(batch, first[0].value) for batch, _, first in started]):
+        for batch, _, first in started:
+            if batch.record is not None:
+                batch.record.begin(first[0].value, batch.rule)
         return StepResult(nonfinite=[each.name for each in inputs if id(each) in bad])
     for batch, rounds, first in started:
         _finish_alone(batch, rounds, first, sizes)

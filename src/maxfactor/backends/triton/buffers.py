@@ -12,6 +12,7 @@ from maxfactor.backends.triton.kernels.layout import (
     BatchSum,
     Extreme,
     GradientSum,
+    Measure,
     Scalar,
     Size,
     UpdateSum,
@@ -46,6 +47,7 @@ class Buffers:
             update_squares=self._zeros(plan.block_count),
             unsigned=self._zeros(tiles, dtype=torch.int8),
             batch_sums=self._zeros(batch_tiles * Size.PARTS, len(BatchSum)),
+            measures=self._zeros(0, len(Measure)),
         )
         tensors = len(plan.first_matrix)
         self.results = Results(

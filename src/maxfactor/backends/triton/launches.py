@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,14 @@ class GroupLaunches:
         self._spec, self._batch_spec = group.spec(formats), group.batch_spec(formats)
         self._partials, self._results = partials, results
         self._block_matrix = uploads.to_device(repeat_values(group.blocks), torch.int32)
+
+    def recording(self, partials: Partials) -> GroupLaunches:
+        """The same launches for recorded steps, which write `Partials.measures`."""
+        other = copy(self)
+        other._partials = partials
+        other._spec = self._spec._replace(records=True)
+        other._batch_spec = self._batch_spec._replace(records=True)
+        return other
 
     def statistics(self, tables: Tables, signs: Tensor, scaling: Scaling, *, check: bool) -> None:
         """Sums and signs of G."""

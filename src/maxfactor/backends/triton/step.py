@@ -21,6 +21,7 @@ from maxfactor.backends.triton.local_parameters import local_parameter
 from maxfactor.backends.triton.orthogonal import OrthogonalBatches
 from maxfactor.backends.triton.plan import LaunchPlan, keys_of, launch_order, repeat_values
 from maxfactor.backends.triton.rank_totals import RankTotals
+from maxfactor.backends.triton.record import Recorder
 from maxfactor.backends.triton.settings_rows import fixed_settings
 from maxfactor.backends.triton.status import StepStatus
 from maxfactor.backends.triton.uploads import Uploads, is_capturing, on_device
@@ -78,6 +79,8 @@ class FusedStep:
         )
         self._inputs = Inputs(ordered, params, keys, flat)
         self.owners = self._inputs.owners  # the optimizer's parameters, in the kernels' order
+        self._rules = [each.rule for each in ordered]
+        self._recorder: Recorder | None = None
         names = [each.name for each in ordered]
         self.status = StepStatus(names, self._device, status, waits=bool(ranks))
         self._orthogonal = OrthogonalBatches(params, keys, plan)
@@ -139,10 +142,11 @@ class FusedStep:
         seen: Seen | None = None,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
+        records: bool = False,
     ) -> StepResult:
         """Launch one step, which does nothing if a gradient is not finite or `found_inf` is set.
 
-        `seen` is the answer of `fits`, if it was asked.
+        `seen` is the answer of `fits`, if it was asked. With `records` the step is measured.
         """
         capturing = is_capturing(self._device)
         if not capturing:  # a capture may not ask whether an event has passed
@@ -159,8 +163,11 @@ class FusedStep:
         )
         # A graph is replayed without a look at the versions: measure the weights in each replay.
         measure = capturing or not self._inputs.is_unchanged(versions)
+        recorder = self._begin_record() if records else None
+        launches = self._launches if recorder is None else recorder.launches
         with on_device(self._device):
-            self._launch(scaling, check=nonfinite != "ignore", measure=measure)
+            self._launch(launches, scaling, check=nonfinite != "ignore", measure=measure)
+        record = None if recorder is None else recorder.finish(self.owners)
         self._inputs.write_back(gathered.params, versions)
         del gathered, seen  # not before the launches that read the gradients
         self._orthogonal.release()
@@ -168,7 +175,14 @@ class FusedStep:
             self.status.raise_if_skipped()
         elif nonfinite != "ignore":
             self.status.request_report()
-        return StepResult(self._buffers.results.scalars[:, Scalar.ALPHA])
+        return StepResult(self._buffers.results.scalars[:, Scalar.ALPHA], record=record)
+
+    def _begin_record(self) -> Recorder:
+        """The recorder, made at the first recorded step."""
+        if self._recorder is None:
+            self._recorder = Recorder(self._tables, self._buffers, self._launches, self._rules)
+        self._recorder.begin()
+        return self._recorder
 
     def _update_addresses(self, addresses: list[int]) -> None:
         """Upload the addresses of W, G and O if one of them changed."""
@@ -177,20 +191,22 @@ class FusedStep:
             self._tables = self._tables._replace(pointers=pointers)
             self._addresses = addresses
 
-    def _launch(self, scaling: Scaling, *, check: bool, measure: bool) -> None:
+    def _launch(
+        self, launches: Sequence[GroupLaunches], scaling: Scaling, *, check: bool, measure: bool
+    ) -> None:
         """The launches of one step, in their order."""
         tables, signs = self._tables, self._buffers.sign_bits()
         # Groups with tensors whose direction is not orthogonal; the batches have the others.
-        some = [group for group in self._launches if group.group.other_tiles.number]
+        some = [group for group in launches if group.group.other_tiles.number]
         if measure:
             for group in some:
                 group.measure(tables, signs, scaling)
-            for group, batch in self._batches():
+            for group, batch in self._batches(launches):
                 group.measure_batch(tables, signs, scaling, batch)
-        for group in self._launches:
+        for group in launches:
             group.statistics(tables, signs, scaling, check=check)
         self._totals.finalize(tables, scaling)
-        for group, batch in self._batches():  # in the same memory, one after the other
+        for group, batch in self._batches(launches):  # in the same memory, one after the other
             group.begin_batch(tables, signs, scaling, batch)
             self._orthogonal.iterate(batch)
             group.end_batch(tables, signs, scaling, batch)
@@ -201,9 +217,9 @@ class FusedStep:
             if not group.group.key.direct:
                 group.apply(tables, signs, scaling)
 
-    def _batches(self) -> Iterator[tuple[GroupLaunches, Batch]]:
+    def _batches(self, launches: Sequence[GroupLaunches]) -> Iterator[tuple[GroupLaunches, Batch]]:
         """The batches of orthogonal matrices, each with the launches of its group."""
-        by_key = {each.group.key: each for each in self._launches}
+        by_key = {each.group.key: each for each in launches}
         return ((by_key[batch.key], batch) for batch in self._orthogonal.batches)
 
 

@@ -38,6 +38,7 @@ class Partials(NamedTuple):
     update_squares: Tensor  # (blocks,) float32: U² before it is normalised
     unsigned: Tensor  # (tiles,) int8: 1 where the packed signs cannot be used
     batch_sums: Tensor  # (tiles of a batch * parts, BatchSum) float32
+    measures: Tensor  # (tiles * parts, Measure) float32; empty unless the step is recorded
 
 
 class Results(NamedTuple):
@@ -97,6 +98,7 @@ class Spec(NamedTuple):
     peaks: bool  # some update is divided by its maximum
     direct: bool  # W moves by y as it is, so `with_momentum` writes it
     parts: int  # programs that share a tile; several in a batch
+    records: bool = False  # this is a recorded step
 
     @property
     def signed(self) -> bool:
@@ -163,6 +165,7 @@ class Target(NamedTuple):
     n: Any  # columns of the matrix
     keep: Any  # what W is multiplied by: the decay
     noise: Any  # `Noise`
+    measures: Any  # pointer to the tile's row of `Partials.measures`
 
 
 class Noise(NamedTuple):

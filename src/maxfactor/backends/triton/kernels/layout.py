@@ -60,6 +60,7 @@ COLUMNS = tl.constexpr(int(Size.COLUMNS))
 PIECE_ROWS = tl.constexpr(int(Size.PIECE_ROWS))
 TILE_ROWS = tl.constexpr(int(Size.TILE_ROWS))
 CHUNK = tl.constexpr(int(Size.CHUNK))
+PARTS = tl.constexpr(int(Size.PARTS))
 PARTS_AT_ONCE = tl.constexpr(int(Size.PARTS_AT_ONCE))
 BUNDLE = tl.constexpr(int(Size.BUNDLE))
 STRIPS_AT_ONCE = tl.constexpr(int(Size.STRIPS_AT_ONCE))
@@ -220,6 +221,15 @@ class BatchSum(FromZero):
     WEIGHTS = auto()  # W²
 
 
+class Measure(FromZero):
+    """Sums of a part of a tile in a recorded step."""
+
+    GRADIENTS = auto()  # G², in the first part of a tile
+    CHANGES = auto()  # (W after - W before)²
+    WEIGHTS = auto()  # W² after the step
+    LOST = auto()  # entries whose change rounding to nearest would drop
+
+
 class RowSum(FromZero):
     """Sums over the rows of a chunk or a matrix that ranks exchange."""
 
@@ -299,6 +309,7 @@ SCALAR = DeviceEnum(Scalar)
 GRADIENT_SUM = DeviceEnum(GradientSum)
 UPDATE_SUM = DeviceEnum(UpdateSum)
 BATCH_SUM = DeviceEnum(BatchSum)
+MEASURE = DeviceEnum(Measure)
 ROW_SUM = DeviceEnum(RowSum)
 EXTREME = DeviceEnum(Extreme)
 BAND_SUM = DeviceEnum(BandSum)

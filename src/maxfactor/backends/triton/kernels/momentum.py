@@ -20,8 +20,10 @@ from maxfactor.backends.triton.kernels.layout import (
     COUNTER,
     FLAG,
     GRADIENT_SUM,
+    MEASURE,
     MOMENTUM_BLOCK,
     MOMENTUM_STAGES,
+    PARTS,
     PIECE_ROWS,
     RANGE,
     SCALAR,
@@ -29,7 +31,12 @@ from maxfactor.backends.triton.kernels.layout import (
     TINY,
     UPDATE_SUM,
 )
-from maxfactor.backends.triton.kernels.rounding import noise_key, write_weights
+from maxfactor.backends.triton.kernels.rounding import (
+    change_of,
+    noise_key,
+    store_measures,
+    write_weights,
+)
 from maxfactor.backends.triton.kernels.tiles import (
     address_of,
     append_signs,
@@ -123,7 +130,11 @@ def with_momentum(
         key = noise_key(tables.seed_keys, tl.load(entry + COLUMN.GROUP), t)
         origin, stride = tl.load(entry + COLUMN.ORIGIN), tl.load(entry + COLUMN.STRIDE)
         w_pointer = address_of(tables.pointers, entry, ADDRESS.WEIGHT, spec.p_dtype)
-        target = Target(w_pointer, span, m, n, keep, Noise(key, origin, stride, flags))
+        noise = Noise(key, origin, stride, flags)
+        measures = partials.measures + tile * PARTS * MEASURE.COUNT
+        target = Target(w_pointer, span, m, n, keep, noise, measures)
+        changes = tl.zeros([COLUMNS], tl.float32)
+        lost = tl.zeros([COLUMNS], tl.float32)
     agreement = tl.zeros([COLUMNS], tl.float32)
     power = tl.zeros([COLUMNS], tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)  # of the squares of y, of y * RANGE, or of the new W
@@ -168,8 +179,11 @@ def with_momentum(
                     var_pointer = tl.load(entry + COLUMN.COL_VAR)
                     store_tile(var_pointer, v, piece, tl.float32, spec.aligned)
                 w = load_tile(w_pointer, piece, spec.p_dtype, spec.aligned)
-                w = write_weights(target, w, y * alpha, piece, spec.p_dtype, spec.aligned)
-                total += tl.sum(w * w, axis=0)
+                new = write_weights(target, w, y * alpha, piece, spec.p_dtype, spec.aligned)
+                total += tl.sum(new * new, axis=0)
+                if spec.records:
+                    change, few = change_of(target, w, y * alpha, new, piece, spec.p_dtype)
+                    changes, lost = changes + change, lost + few
             elif spec.general:
                 total += tl.sum(y * y, axis=0)
             if spec.signed:
@@ -188,6 +202,8 @@ def with_momentum(
             tl.store(sums + UPDATE_SUM.YY, tl.sum(total, axis=0))
     if spec.direct:
         tl.store(partials.weight_squares + tile, tl.sum(total, axis=0))
+        if spec.records:
+            store_measures(target, changes, total, lost)
         if tile == tl.load(entry + COLUMN.OWNER_TILE):
             tl.store(tl.load(entry + COLUMN.STEP).to(tl.pointer_type(tl.float32)), t)
     if spec.peaks:

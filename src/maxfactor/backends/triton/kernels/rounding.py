@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from maxfactor.backends.triton.kernels.layout import FLAG
+from maxfactor.backends.triton.kernels.layout import FLAG, MEASURE
 from maxfactor.backends.triton.kernels.tiles import store_tile
 
 
@@ -28,6 +28,30 @@ def write_weights(target, w, move, piece, DTYPE: tl.constexpr, ALIGNED: tl.const
             w = w.to(DTYPE).to(tl.float32)
     store_tile(target.pointer, w, piece, DTYPE, ALIGNED)
     return w
+
+
+@triton.jit
+def change_of(target, before, move, after, piece, DTYPE: tl.constexpr):
+    """The sum of squares of a piece's change, and how much of it nearest rounding drops.
+
+    Both by column: (W after - W before)², and the number of changes that would be lost.
+    """
+    inside = (piece.rows < target.m)[:, None] & (piece.cols < target.n)[None, :]
+    change = tl.where(inside, after - before, 0.0)
+    lost = tl.zeros_like(change)
+    if tl.float32 != DTYPE:
+        wanted = before * target.keep - move
+        dropped = (wanted.to(DTYPE).to(tl.float32) == before) & (wanted != before)
+        lost = tl.where(inside & dropped, 1.0, 0.0)
+    return tl.sum(change * change, axis=0), tl.sum(lost, axis=0)
+
+
+@triton.jit
+def store_measures(target, changes, weights, lost):
+    """Store a tile's sums of a recorded step, given by column."""
+    tl.store(target.measures + MEASURE.CHANGES, tl.sum(changes, axis=0))
+    tl.store(target.measures + MEASURE.WEIGHTS, tl.sum(weights, axis=0))
+    tl.store(target.measures + MEASURE.LOST, tl.sum(lost, axis=0))
 
 
 @triton.jit

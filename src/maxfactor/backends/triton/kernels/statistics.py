@@ -17,6 +17,8 @@ from maxfactor.backends.triton.kernels.layout import (
     FLAG,
     GRADIENT_SUM,
     INFINITY_BITS,
+    MEASURE,
+    PARTS,
     PIECE_ROWS,
     SCALAR,
     SETTING,
@@ -135,6 +137,8 @@ def statistics(
         tl.store(sums + GRADIENT_SUM.SQUARES, everything)
         if with_variances:
             tl.store(sums + GRADIENT_SUM.VARIANCES, tl.sum(variances, axis=0))
+    if spec.records:
+        tl.store(partials.measures + tile * PARTS * MEASURE.COUNT + MEASURE.GRADIENTS, everything)
     if CHECK:
         if finite == 0:
             tl.store(results.counters + COUNTER.SEEN, 1)

@@ -14,13 +14,20 @@ from maxfactor.backends.triton.kernels.layout import (
     COLUMNS,
     COUNTER,
     FLAG,
+    MEASURE,
+    PARTS,
     SCALAR,
     SETTING,
     TINY,
 )
 from maxfactor.backends.triton.kernels.maxima import update_divisor
 from maxfactor.backends.triton.kernels.momentum import decode_momentum, stored_momentum
-from maxfactor.backends.triton.kernels.rounding import noise_key, write_weights
+from maxfactor.backends.triton.kernels.rounding import (
+    change_of,
+    noise_key,
+    store_measures,
+    write_weights,
+)
 from maxfactor.backends.triton.kernels.tiles import (
     address_of,
     inverse_root,
@@ -95,7 +102,9 @@ def apply(
     key = noise_key(tables.seed_keys, group, t)
     origin, stride = tl.load(entry + COLUMN.ORIGIN), tl.load(entry + COLUMN.STRIDE)
     w_pointer = address_of(tables.pointers, entry, ADDRESS.WEIGHT, spec.p_dtype)
-    target = Target(w_pointer, span, m, n, keep, Noise(key, origin, stride, flags))
+    part = tile * PARTS + tl.program_id(0) % spec.parts
+    noise, measures = Noise(key, origin, stride, flags), partials.measures + part * MEASURE.COUNT
+    target = Target(w_pointer, span, m, n, keep, noise, measures)
     place = results.row_max + tl.load(entry + COLUMN.ROW_SPACE)
     if spec.general:
         scale = alpha * tl.load(scalar + SCALAR.SCALE)
@@ -148,27 +157,40 @@ def move_by_signs(target, signs, row_max, scale, STAGES: tl.constexpr, spec: tl.
     """Move a tile by row maxima and packed signs; sums of the new W², by column."""
     span, n = target.span, target.n
     total = tl.zeros([COLUMNS], tl.float32)
+    changes, lost = tl.zeros_like(total), tl.zeros_like(total)
     for number in tl.range(0, span.pieces, num_stages=STAGES):
         piece = piece_of(span, number, target.m, n)
         w = load_tile(target.pointer, piece, spec.p_dtype, spec.aligned)
         bits = tl.load(row_max + piece.rows, mask=piece.rows < target.m, other=0)
         size = (bits.to(tl.float32, bitcast=True) * scale)[:, None]
         move = with_signs(size, signs, number, span.pieces)  # (9)
-        w = write_weights(target, w, move, piece, spec.p_dtype, spec.aligned)
-        total += tl.sum(w * w, axis=0)
-    return tl.where(span.cols < n, total, 0.0)  # outside, W was 0 and moved
+        new = write_weights(target, w, move, piece, spec.p_dtype, spec.aligned)
+        if spec.records:
+            change, few = change_of(target, w, move, new, piece, spec.p_dtype)
+            changes, lost = changes + change, lost + few
+        total += tl.sum(new * new, axis=0)
+    total = tl.where(span.cols < n, total, 0.0)  # outside, W was 0 and moved
+    if spec.records:
+        store_measures(target, changes, total, lost)
+    return total
 
 
 @triton.jit
 def move_by_direction(target, pointer, scale, STAGES: tl.constexpr, spec: tl.constexpr):
     """Move a tile by an orthogonal direction; sums of the new W², by column."""
     total = tl.zeros([COLUMNS], tl.float32)
+    changes, lost = tl.zeros_like(total), tl.zeros_like(total)
     for number in tl.range(0, target.span.pieces, num_stages=STAGES):
         piece = piece_of(target.span, number, target.m, target.n)
         w = load_tile(target.pointer, piece, spec.p_dtype, spec.aligned)
         move = load_tile(pointer, piece, spec.o_dtype, spec.aligned) * scale
-        w = write_weights(target, w, move, piece, spec.p_dtype, spec.aligned)
-        total += tl.sum(w * w, axis=0)
+        new = write_weights(target, w, move, piece, spec.p_dtype, spec.aligned)
+        if spec.records:
+            change, few = change_of(target, w, move, new, piece, spec.p_dtype)
+            changes, lost = changes + change, lost + few
+        total += tl.sum(new * new, axis=0)
+    if spec.records:
+        store_measures(target, changes, total, lost)
     return total
 
 
@@ -191,6 +213,7 @@ def move_by_update(
     vector = spec.dense and (flags & FLAG.VECTOR) != 0
     dense = spec.dense and (flags & FLAG.DENSE) != 0
     total = tl.zeros([COLUMNS], tl.float32)
+    changes, lost = tl.zeros_like(total), tl.zeros_like(total)
     g_pointer = address_of(tables.pointers, entry, ADDRESS.GRAD, spec.g_dtype)
     floor = tl.load(setting + SETTING.VARIANCE_FLOOR)
     whole = tl.load(results.update_max + matrix.owner)
@@ -245,6 +268,11 @@ def move_by_update(
             if (flags & FLAG.SIGN) == 0:
                 row_roots = factor_roots(r_pointer, rows, r_end, divisor)
                 move = g * (step.scale * inverse_roots(row_roots, col_roots, root_of_floor))
-        w = write_weights(target, w, move, piece, spec.p_dtype, spec.aligned)
-        total += tl.sum(w * w, axis=0)  # 0 outside the matrix, where W and G were read as 0
+        new = write_weights(target, w, move, piece, spec.p_dtype, spec.aligned)
+        if spec.records:
+            change, few = change_of(target, w, move, new, piece, spec.p_dtype)
+            changes, lost = changes + change, lost + few
+        total += tl.sum(new * new, axis=0)  # 0 outside the matrix, where W and G were read as 0
+    if spec.records:
+        store_measures(target, changes, total, lost)
     return total
