@@ -164,7 +164,7 @@ def test_the_command(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_noise(tmp_path: Path) -> None:
-    noise.main(["--steps", "200", "--out", str(tmp_path / "noise.json")])
+    noise.main(["--steps", "80", "--out", str(tmp_path / "noise.json")])
     rows = json.loads((tmp_path / "noise.json").read_text())["rows"]
     assert len(rows) == 6
     assert all(0.1 < look["size"] < 100.0 for row in rows for look in row["looks"])
