@@ -1,7 +1,8 @@
 """What `mkdocs build` does to the pages of docs/, which are written to be read in a clone.
 
 - Links that leave docs/ lead to copies of those files in the site.
-- `<!-- ::: maxfactor.for_model -->` in reference.md becomes the description of that name.
+- `<!-- ::: maxfactor.MaxFactor step metrics -->` in reference.md becomes the description of that
+  name, and of the methods after it.
 - Blocks of code lose the note that they do not run in the tests.
 """
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent
 COPIES = "files"  # the folder of the site with files from outside of docs/
+DESCRIBED = re.compile(r"^<!-- ::: (\S+)((?: \w+)*) -->$", re.MULTILINE)
 OUTSIDE = re.compile(r"\[([^\[\]]+)\]\(\.\./([^)#\s]+)(?:#[^)\s]*)?\)")
 
 
@@ -43,7 +45,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Rewrite what is meant for a clone."""
     markdown = OUTSIDE.sub(_inside, markdown)
-    markdown = re.sub(r"^<!-- (::: \S+) -->$", r"\1", markdown, flags=re.MULTILINE)
+    markdown = DESCRIBED.sub(_description, markdown)
     return re.sub(r"^```python skip: .*$", "```python", markdown, flags=re.MULTILINE)
 
 
@@ -51,6 +53,13 @@ def _inside(link: re.Match[str]) -> str:
     """A link to the copy of a file; the name alone of a folder."""
     text, path = link.groups()
     return f"[{text}]({copy_of(path)})" if (ROOT / path).is_file() else text
+
+
+def _description(comment: re.Match[str]) -> str:
+    """A block of mkdocstrings, with the methods that are named."""
+    members = ", ".join(comment[2].split())
+    options = f"members: [{members}]\n      inherited_members: [{members}]"
+    return f"::: {comment[1]}\n    options:\n      {options}"
 
 
 class Docstrings(Extension):
