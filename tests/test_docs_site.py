@@ -70,6 +70,13 @@ def test_nothing_is_loaded_from_the_network(site: Path) -> None:
         assert len(loaded) > 3
 
 
+def test_search_works_in_a_folder(site: Path) -> None:
+    """Where browsers start no workers and fetch no files, two scripts of the site replace them."""
+    assert (site / "search" / "search_index.js").stat().st_size > 100_000
+    assert ("script", "iframe-worker.js") in Page(site / "index.html").links
+    assert (site / "iframe-worker.js").is_file()
+
+
 def test_links_lead_to_files_and_headings_of_the_site(site: Path) -> None:
     pages = {path.name: Page(path) for path in site.glob("*.html") if path.name != "404.html"}
     for name, page in pages.items():
