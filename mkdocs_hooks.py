@@ -3,6 +3,7 @@
 - Links that leave docs/ lead to copies of those files in the site.
 - `<!-- ::: maxfactor.MaxFactor step metrics -->` in reference.md becomes the description of that
   name, and of the methods after it.
+- Bars in the code of tables lose the backslash that repository hosts need.
 - Blocks of code lose the note that they do not run in the tests.
 """
 
@@ -47,6 +48,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     markdown = OUTSIDE.sub(_inside, markdown)
     markdown = DESCRIBED.sub(_description, markdown)
     return re.sub(r"^```python skip: .*$", "```python", markdown, flags=re.MULTILINE)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Remove the backslash before a bar in code."""
+    return re.sub(r"<code>[^<]*</code>", lambda code: code[0].replace("\\|", "|"), html)
 
 
 def _inside(link: re.Match[str]) -> str:

@@ -112,6 +112,7 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
 def test_notes_for_the_tests_are_not_shown(site: Path) -> None:
     for path in site.glob("*.html"):
         assert not re.search(r"skip: |```", Page(path).text), path.name
+    assert "name|text|normalised text" in Page(site / "command-line.html").text
 
 
 # ------------------------------------------------------------------------------ error messages
