@@ -14,8 +14,6 @@ import pytest
 
 import maxfactor
 
-pytest.importorskip("mkdocs")
-
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 
@@ -43,6 +41,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     proxies = {f"{kind}_proxy": "http://127.0.0.1:9" for kind in ("http", "https", "all")}
