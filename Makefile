@@ -1,4 +1,4 @@
-# Two commands: `make test` and `make demo`. Each sets up what it needs in .venv by itself.
+# `make test`, `make demo` and `make docs` set up what they need in .venv by themselves.
 PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= 2
@@ -7,7 +7,7 @@ JOBS ?= 2
 CORE := $(addprefix tests/test_,adafactor.py bad_input.py checkpoint.py defects.py description.py \
 	groups.py rounding.py rule.py schedule.py settings.py structure.py torch_contract.py)
 
-.PHONY: check test demo test-gpu lint install clean
+.PHONY: check test demo docs test-gpu lint install clean
 
 check: lint  ## for daily work, 90 seconds: lint, types, contracts, a fast core of the tests
 	$(BIN)/python -m pytest -n $(JOBS) $(CORE)
@@ -24,6 +24,9 @@ lint: install  ## style, types, and contracts between packages
 demo: install  ## a small Whisper on synthesised digits, AdamW beside it, and a report
 	$(BIN)/maxfactor compare --optimizers quality,adamw --same-time --out out/demo --cache out/speech
 
+docs: install  ## the pages of docs/ as a site, in site/
+	$(BIN)/mkdocs build
+
 test-gpu:  ## the tests that need a GPU, with the Python that has torch for it
 	PYTHONPATH=src $(PYTHON) -m pytest tests -m gpu -p no:cacheprovider -p no:benchmark
 
@@ -37,4 +40,4 @@ install: .venv/installed
 	@touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site

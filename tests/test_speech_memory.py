@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,13 @@ import transformers
 from torch.autograd.graph import saved_tensors_hooks
 from typer.testing import CliRunner
 
+from maxfactor import RECIPES
+from maxfactor.backends.dispatch import has_triton
 from maxfactor_speech import activations, memory
 from maxfactor_speech.bench.shapes import elements, shapes
 from maxfactor_speech.cli import app
+
+DOCS = Path(__file__).parent.parent / "docs"
 
 
 def run(*arguments: str) -> Any:
@@ -60,6 +67,26 @@ def test_large_whisper_fits_a_small_card() -> None:
         assert less["activations"] < row["activations"] / 5
     assert saving[3]["cards"][0] == 40
     assert saving[3]["gradients"] == usual[3]["gradients"]
+
+
+@pytest.mark.skipif(not has_triton(), reason="the estimates are those of the kernels")
+def test_the_tables_of_the_documents() -> None:
+    """In a process of its own, since buffers of Triton's interpreter have other sizes."""
+    saving = ["--gradient-checkpointing", "--release-gradients", "--json"]
+    command = [sys.executable, "-m", "maxfactor_speech", "memory", "large-v3", *saving]
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
+    table = (DOCS / "speed-and-memory.md").read_text(encoding="utf-8")
+    whisper = (DOCS / "whisper-8gb.md").read_text(encoding="utf-8")
+    for row in json.loads(done.stdout):
+        parts = [row[part] / 1e9 for part in ("weights", "gradients", "state", "borrowed")]
+        cells = [f"{part:.2f}".removeprefix("0").replace(".00", "0") for part in parts]
+        every = [*cells, f"{row['activations'] / 1e9:.2f}"[1:], f"{row['total'] / 1e9:.2f}"]
+        assert f" | {' | '.join(every)} |" in table
+        if row["optimizer"] in RECIPES:  # with the activations of `maxfactor train`
+            total = sum(parts) + 0.27
+            ours = [f"`{row['optimizer']}`", *cells, ".27", f"{total:.1f}", f"{total + 0.63:.1f}"]
+            assert f"| {' | '.join(ours)} |" in whisper
 
 
 def test_folders(tmp_path: Path) -> None:

@@ -70,11 +70,11 @@ def for_model(
     other layer takes inputs of that width. A parameter outside of known layers is sorted by its
     shape: a matrix is `embedding` if its module also has layers, else `hidden`.
 
-    The key `kind` of each group has its kind; `optimizer.describe()` shows them. Frozen parameters
-    are left out, tied ones appear once, and so are the sinusoids of Whisper's encoder: a table that
-    transformers makes trainable when it loads a model. Layers that are unfrozen later are added by
-    `optimizer.add_module(layer)`. The model may be on the meta device, sharded by `fully_shard`,
-    compiled, or wrapped for data-parallel training.
+    The key `kind` of each group has its kind; `optimizer.describe()` shows them. Tied parameters
+    appear once. Frozen ones are left out, and so are the sinusoids of Whisper's encoder: a table
+    that transformers makes trainable when it loads a model. Layers that are unfrozen later are
+    added by `optimizer.add_module(layer)`. The model may be on the meta device, sharded by
+    `fully_shard`, compiled, or wrapped for data-parallel training.
 
     Args:
         model: The model itself, not its parameters.
