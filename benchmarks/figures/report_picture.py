@@ -4,7 +4,7 @@
     python benchmarks/figures/report_picture.py --runs FOLDER    # reuses finished trainings
 
 Trains `quality`, `fast` and `adamw` on connected digits, 400 steps each, which takes about four
-minutes on two CPU cores, and draws into docs/images:
+minutes on two CPU cores, and draws into docs/pictures:
 
     report.png      the upper part of the report, as Chromium shows it
     terminal.svg    the bars after 35 s of training, drawn again from the stored metrics
@@ -40,7 +40,7 @@ from speech_application import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
+IMAGES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 SETTINGS = Settings(steps=400, evaluate_every=50, validation_utterances=128, device="cpu")
 OPTIMIZERS = ("quality", "fast", "adamw")
 JOBS = 2
