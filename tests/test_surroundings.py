@@ -322,6 +322,26 @@ def test_a_matrix_that_begins_at_zero_grows(backend: dict[str, Any], direction: 
     assert 1.0 < size <= 3.01  # three steps of RMS 1 at most, all in one direction
 
 
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_a_step_without_the_cap(backend: dict[str, Any], momentum: float | None) -> None:
+    """By (2) the relative step is at most 1/sqrt(t); uncapped it is lr, and so is what decays."""
+    for rule, share in (("relative", 0.5), ("uncapped", 0.9)):
+        [param] = parameters((6, 8))
+        first = param.detach().clone()
+        switches = {"step_rule": rule, "decay_by": "relative_step"}
+        optimizer = MaxFactor(
+            [param], lr=0.9, scale="initial", weight_decay=0.1, momentum=momentum,
+            switches=switches, **backend,
+        )  # fmt: skip
+        for _ in range(4):
+            before = param.detach().clone()
+            param.grad = torch.zeros_like(param)
+            optimizer.step()
+        size = float(first.square().mean().sqrt())
+        assert optimizer.effective_lr() == pytest.approx([share * size], rel=1e-5)
+        torch.testing.assert_close(param.detach(), before * (1 - 0.1 * share))  # decay alone
+
+
 def test_a_skipped_step_has_no_step_size(backend: dict[str, Any]) -> None:
     params = parameters((4, 8))
     optimizer = MaxFactor(params, **backend)

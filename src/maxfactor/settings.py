@@ -50,6 +50,9 @@ MomentumDtype = Literal["int8", "bf16", "fp32"]
 Rounding = Literal["stochastic", "nearest"]
 Nonfinite = Literal["skip", "raise", "ignore"]
 
+# Of the switches that published versions differ by: values that any rule may have.
+NOT_OF_DRAFTS: dict[str, tuple[object, ...]] = {"step_rule": ("relative", "uncapped")}
+
 S = TypeVar("S", bound="Settings")
 C = TypeVar("C")
 
@@ -412,7 +415,7 @@ class MaxFactorSettings(Settings):
             "max_norm", "scalar_boost", "clip_threshold", "full_matrix", "step_rule", "factor"
         ):  # fmt: skip
             value, default = getattr(self.switches, name), getattr(Switches, name)
-            if value not in (default, "uncapped"):
+            if value not in NOT_OF_DRAFTS.get(name, (default,)):
                 raise ValueError(
                     f"{name}={value!r} cannot be combined with {newer}; set {name}={default!r}, or "
                     "momentum=None and direction='sign_max' for a published version"
