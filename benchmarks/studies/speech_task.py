@@ -122,13 +122,13 @@ def synthesise(wanted: Sequence[Speech], cache: Path, workers: int) -> None:
         for start in range(0, speech.count, CHUNK)
     ]
     found: dict[Speech, list[Chunk]] = {}
-    for (speech, _), chunk in zip(chunks, _mapped(synthesised, chunks, workers), strict=True):
+    for (speech, _), chunk in zip(chunks, mapped(synthesised, chunks, workers), strict=True):
         found.setdefault(speech, []).append(chunk)
     for speech in missing:
         store_features(speech, cache, found.pop(speech))
 
 
-def _mapped(function: Callable[[Any], Any], items: Sequence[Any], workers: int) -> Iterator[Any]:
+def mapped(function: Callable[[Any], Any], items: Sequence[Any], workers: int) -> Iterator[Any]:
     """`map`, in worker processes if there is enough to do for several."""
     workers = min(workers, len(items) // CHUNKS_PER_WORKER)
     if workers <= 1:
@@ -141,8 +141,8 @@ def _mapped(function: Callable[[Any], Any], items: Sequence[Any], workers: int) 
 def synthesised(chunk: tuple[Speech, range]) -> Chunk:
     """Synthesise some utterances of a set."""
     speech, numbers = chunk
-    espeak = _espeak()
-    spoken = [render(speech.script.request(number), espeak) for number in numbers]
+    speaker = espeak()
+    spoken = [render(speech.script.request(number), speaker) for number in numbers]
     longest = max(len(one.samples) for one in spoken)
     # The last frames are silent, so repeating them makes all chunks equally long.
     batch = collate(Listed(spoken), range(len(spoken)), longest + SILENT_FRAMES * HOP)
@@ -169,7 +169,8 @@ class Listed:
 
 
 @functools.lru_cache(maxsize=1)
-def _espeak() -> Espeak:
+def espeak() -> Espeak:
+    """The library, found once in a process."""
     return Espeak(Location.find())
 
 

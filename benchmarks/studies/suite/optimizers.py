@@ -52,13 +52,16 @@ def by_kind(model: nn.Module) -> dict[str, list[Tensor]]:
     return {group["kind"]: list(group["params"]) for group in groups}
 
 
-def by_decay(model: nn.Module, decay: float, kinds: tuple[str, ...] | None = None) -> Groups:
-    """Two groups: matrices with decay, norms and biases without."""
-    found = [param for kind, own in by_kind(model).items() if not kinds or kind in kinds
-             for param in own]  # fmt: skip
+def by_decay(model: nn.Module, decay: float) -> Groups:
+    """The trainable parameters in two groups: matrices with decay, norms and biases without."""
+    return decay_groups([param for own in by_kind(model).values() for param in own], decay)
+
+
+def decay_groups(params: list[Tensor], decay: float) -> Groups:
+    """Matrices with decay, norms and biases without; no empty group."""
     groups = [
-        {"params": [one for one in found if one.ndim >= 2], "weight_decay": decay},
-        {"params": [one for one in found if one.ndim < 2], "weight_decay": 0.0},
+        {"params": [one for one in params if one.ndim >= 2], "weight_decay": decay},
+        {"params": [one for one in params if one.ndim < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -83,12 +86,7 @@ def with_adamw(
         taken = set(hidden)
         rest = [param for own in kinds.values() for param in own if param not in taken]
         made = [matrices(hidden, lr)] if hidden else []
-        groups = [
-            {"params": [one for one in rest if one.ndim >= 2], "weight_decay": 0.1},
-            {"params": [one for one in rest if one.ndim < 2], "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
-        if groups:
+        if groups := decay_groups(rest, 0.1):
             made.append(torch.optim.AdamW(groups, lr * share, (0.9, 0.95), fused=True))
         return made
 

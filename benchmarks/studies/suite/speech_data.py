@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
 from random import Random
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -13,14 +11,12 @@ from torch import Tensor
 
 from speech_application import (
     VOICES,
-    Espeak,
-    Location,
     SpeechRequest,
     draw,
     log_mel,
     render,
 )
-from studies.speech_task import save_atomically
+from studies.speech_task import espeak, mapped, save_atomically
 from studies.suite.texts import Split, split_of
 
 if TYPE_CHECKING:
@@ -82,11 +78,7 @@ def synthesise(cache: Path, workers: int, quick: bool) -> None:
             for start in range(0, len(texts), CHUNK)
         ]
     spoken: dict[tuple[str, Split], list[Spoken]] = {key: [] for key in missing}
-    if workers > 1 and len(chunks) > workers:
-        with multiprocessing.get_context("spawn").Pool(workers) as pool:
-            results = pool.map(speak, chunks, chunksize=1)
-    else:
-        results = [speak(chunk) for chunk in chunks]
+    results = mapped(speak, chunks, workers)
     for (name, split, *_), result in zip(chunks, results, strict=True):
         spoken[name, split] += result
     for key, pairs in spoken.items():
@@ -108,15 +100,10 @@ def speak(chunk: tuple[str, Split, int, list[str]]) -> list[Spoken]:
             snr=round(random.uniform(10.0, 30.0), 2),
             seed=random.getrandbits(32),
         )
-        samples = render(request, _espeak()).samples
+        samples = render(request, espeak()).samples
         if len(samples) <= LONGEST:
             spoken.append((samples, text))
     return spoken
-
-
-@functools.lru_cache(maxsize=1)
-def _espeak() -> Espeak:
-    return Espeak(Location.find())
 
 
 def store(path: Path, pairs: list[Spoken]) -> None:

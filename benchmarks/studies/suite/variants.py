@@ -42,18 +42,14 @@ EPS2 = {"eps": [1e-10, 0.03]}  # vectors that begin at zero move by a share of .
 UNCAPPED = {"decay_by": "relative_step", "step_rule": "uncapped"}
 
 
-def quality(
-    settings: dict[str, Any] | None = None, families: tuple[str, ...] = WHOLE, **by_kind: Any
+def changed(
+    recipe: str,
+    settings: dict[str, Any] | None = None,
+    families: tuple[str, ...] = WHOLE,
+    **by_kind: Any,
 ) -> Variant:
-    """`quality` at its own rate, with other settings of all layers or of some kinds."""
-    return Variant("quality", (own_rate("quality"),), settings or {}, by_kind, families)
-
-
-def fast(
-    settings: dict[str, Any] | None = None, families: tuple[str, ...] = WHOLE, **by_kind: Any
-) -> Variant:
-    """`fast` at its own rate, with other settings of all layers or of some kinds."""
-    return Variant("fast", (own_rate("fast"),), settings or {}, by_kind, families)
+    """A recipe at its own rate, with other settings of all layers or of some kinds."""
+    return Variant(recipe, (own_rate(recipe),), settings or {}, by_kind, families)
 
 
 def own_rate(recipe: str) -> float:
@@ -66,28 +62,29 @@ VARIANTS: dict[str, Variant] = {
     "quality": Variant("quality", (0.02, 0.04, 0.08)),
     "fast": Variant("fast", (0.04, 0.08, 0.16)),
     "lean": Variant("lean", (0.014, 0.028, 0.056)),
-    "quality embeddings 3": quality(embedding={"lr_share": 3.0}),
-    "quality vectors 1 .03": quality(vector={**EPS2, "lr_share": 1.0}),
-    "quality embeddings 3, vectors 1 .03": quality(
-        embedding={"lr_share": 3.0}, vector={**EPS2, "lr_share": 1.0}
+    "quality embeddings 3": changed("quality", embedding={"lr_share": 3.0}),
+    "quality vectors 1 .03": changed("quality", vector={**EPS2, "lr_share": 1.0}),
+    "quality embeddings 3, vectors 1 .03": changed(
+        "quality", embedding={"lr_share": 3.0}, vector={**EPS2, "lr_share": 1.0}
     ),
-    "quality wd 0": quality(relative(0.0), FAMILIES),
-    "quality wd .1": quality(relative(0.1), FAMILIES),
-    "quality vectors 1": quality(vector={"lr_share": 1.0}),
-    "quality beta .95": quality(hidden={"momentum": 0.95}),
-    "quality conv 2": quality(conv={"lr_share": 2.0}),
-    "quality uncapped": quality({"switches": UNCAPPED}),
-    "quality adapters FAM": quality(
+    "quality wd 0": changed("quality", relative(0.0), FAMILIES),
+    "quality wd .1": changed("quality", relative(0.1), FAMILIES),
+    "quality vectors 1": changed("quality", vector={"lr_share": 1.0}),
+    "quality beta .95": changed("quality", hidden={"momentum": 0.95}),
+    "quality conv 2": changed("quality", conv={"lr_share": 2.0}),
+    "quality uncapped": changed("quality", {"switches": UNCAPPED}),
+    "quality adapters FAM": changed(
+        "quality",
         families=("lora",),
         adapter={"direction": "factored", "momentum": {"beta_max": 0.92}, "nesterov": False},
     ),
-    "fast embeddings 1.5": fast(embedding={"lr_share": 1.5}),
-    "fast vectors 1 .03": fast(vector={**EPS2, "lr_share": 1.0}),
-    "fast wd .03": fast(relative(0.03), FAMILIES),
-    "fast wd 0": fast(relative(0.0), FAMILIES),
-    "fast beta .92": fast({"momentum": {"beta_max": 0.92}}, FAMILIES),
-    "fast mix .16": fast({"momentum": {"beta_max": 0.84, "mix": 0.16}}, FAMILIES),
-    "fast uncapped": fast({"switches": UNCAPPED}),
+    "fast embeddings 1.5": changed("fast", embedding={"lr_share": 1.5}),
+    "fast vectors 1 .03": changed("fast", vector={**EPS2, "lr_share": 1.0}),
+    "fast wd .03": changed("fast", relative(0.03), FAMILIES),
+    "fast wd 0": changed("fast", relative(0.0), FAMILIES),
+    "fast beta .92": changed("fast", {"momentum": {"beta_max": 0.92}}, FAMILIES),
+    "fast mix .16": changed("fast", {"momentum": {"beta_max": 0.84, "mix": 0.16}}, FAMILIES),
+    "fast uncapped": changed("fast", {"switches": UNCAPPED}),
 }
 
 
