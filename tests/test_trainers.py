@@ -123,6 +123,15 @@ def test_a_trainer_steps_as_a_loop_does(names_model: bool, tmp_path: Path) -> No
     assert trainer.optimizer.optimizer.effective_lr() == optimizer.effective_lr()
 
 
+def test_a_trainer_resumes_bit_for_bit(tmp_path: Path) -> None:
+    whole, resumed = Net(), Net()
+    trainer_of(whole, tmp_path, save_strategy="steps", save_steps=2).train()
+    again = trainer_of(resumed, tmp_path)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.state.global_step == 4
+    assert_same(whole, resumed)
+
+
 def test_older_trainers_call_the_class_with_the_model() -> None:
     """Up to 5.1 a Trainer calls it with what stands under "model", else with the parameters."""
     model = Net()
