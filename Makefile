@@ -7,13 +7,16 @@ JOBS ?= 2
 CORE := $(addprefix tests/test_,adafactor.py bad_input.py checkpoint.py defects.py description.py \
 	groups.py rounding.py rule.py schedule.py settings.py structure.py torch_contract.py)
 
+# A test that hangs is named and ends its worker; the others go on.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --timeout 300 --timeout-method thread
+
 .PHONY: check test demo docs test-gpu lint install clean
 
 check: lint  ## for daily work, 90 seconds: lint, types, contracts, a fast core of the tests
-	$(BIN)/python -m pytest -n $(JOBS) $(CORE)
+	$(PYTEST) $(CORE)
 
 test: lint  ## everything: what CI runs
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(PYTEST)
 
 lint: install  ## style, types, and contracts between packages
 	$(BIN)/ruff check

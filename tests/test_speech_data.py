@@ -207,8 +207,16 @@ def test_an_utterance_does_not_depend_on_those_before(espeak: Espeak, voice: str
     utterance = SpeechRequest("one two three", voice, 170, 50, 20.0, 1)
     first = synthesis.render(utterance, espeak)
     espeak.say("something altogether different", "gmw/en-GB-scotland+f5", 200, 90)
+    espeak.phonemes(["something"], "roa/es")
     second = synthesis.render(utterance, espeak)
     np.testing.assert_array_equal(first.samples, second.samples)
+
+
+def test_phonemes_of_words(espeak: Espeak) -> None:
+    words = ["knight", "", "one, two"]
+    assert espeak.phonemes(words, "gmw/en-US") == ["n'aIt", "", "w,Vn t'u:"]
+    with pytest.raises(InputError, match="no voice 'nobody'"):
+        espeak.phonemes(words, "nobody")
 
 
 def test_every_part_of_a_request_is_heard(espeak: Espeak) -> None:

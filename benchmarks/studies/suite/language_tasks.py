@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import re
 from collections import Counter
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from speech_application import Location
+from studies.speech_task import espeak
 from studies.suite.tasks import Task, adapted
 from studies.suite.texts import cpp_source, python_source, words
 
@@ -211,7 +210,8 @@ class PhonemeTask(LanguageTask):
         spelt = words(split)
         if self.trial.quick:
             spelt = spelt[:40]
-        pairs = [(word, phonemes(word)) for word in spelt]
+        spoken = espeak().phonemes(spelt, "gmw/en-US")
+        pairs = zip(spelt, spoken, strict=True)
         rows = [(_ids(word, 16), _ids(sound, 24)) for word, sound in pairs]
         return tuple(torch.tensor(column, device=self.device) for column in zip(*rows, strict=True))  # type: ignore[return-value]
 
@@ -242,23 +242,3 @@ def _ids(text: str, length: int) -> list[int]:
     """Characters as tokens 2 to 127, then the end, then padding."""
     ids = [2 + ord(letter) % 126 for letter in text][: length - 1]
     return [*ids, 1] + [0] * (length - len(ids) - 1)
-
-
-@functools.cache
-def phonemes(word: str) -> str:
-    """The phonemes of a word as espeak-ng's ASCII names."""
-    library = _espeak()
-    text = ctypes.c_char_p(word.encode())
-    found: bytes = library.espeak_TextToPhonemes(ctypes.byref(text), 1, 0)
-    return found.decode()
-
-
-@functools.cache
-def _espeak() -> ctypes.CDLL:
-    place = Location.find()
-    library = ctypes.CDLL(place.library)
-    library.espeak_TextToPhonemes.restype = ctypes.c_char_p
-    library.espeak_TextToPhonemes.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
-    library.espeak_Initialize(2, 0, place.data.encode(), 0x8000)
-    library.espeak_SetVoiceByName(b"gmw/en-US")
-    return library

@@ -21,7 +21,7 @@ from maxfactor_speech.errors import InputError
 from maxfactor_speech.signals import deferred_signals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from maxfactor_speech.data.audio import Samples
 
@@ -73,8 +73,7 @@ class Espeak:
     def say(self, text: str, voice: str, rate: int, pitch: int) -> tuple[Samples, int]:
         """Return samples and their sampling rate."""
         with self._fresh_library() as (library, sample_rate):
-            if library.espeak_SetVoiceByName(voice.encode()) != 0:
-                raise InputError(f"espeak-ng has no voice {voice!r}")
+            _choose_voice(library, voice)
             library.espeak_SetParameter(_RATE, rate, 0)
             library.espeak_SetParameter(_PITCH, pitch, 0)
             self._pieces.clear()
@@ -85,6 +84,12 @@ class Espeak:
             if status != 0 or not self._pieces:
                 raise InputError(f"espeak-ng cannot say {text!r} with the voice {voice!r}")
             return np.frombuffer(b"".join(self._pieces), np.int16), sample_rate
+
+    def phonemes(self, words: Sequence[str], voice: str) -> list[str]:
+        """Return how each word is spoken, in espeak-ng's ASCII names of phonemes."""
+        with self._fresh_library() as (library, _):
+            _choose_voice(library, voice)
+            return [_phonemes(library, word) for word in words]
 
     def version(self) -> str:
         """Return the library's version. Other versions sound different."""
@@ -145,9 +150,23 @@ _SIGNATURES: tuple[tuple[str, list[Any], Any], ...] = (
         ctypes.c_int,
     ),
     ("espeak_Synchronize", [], ctypes.c_int),
+    ("espeak_TextToPhonemes", [ctypes.c_void_p, ctypes.c_int, ctypes.c_int], ctypes.c_char_p),
     ("espeak_Terminate", [], ctypes.c_int),
     ("espeak_Info", [ctypes.c_void_p], ctypes.c_char_p),
 )  # fmt: skip
+
+
+def _choose_voice(library: ctypes.CDLL, voice: str) -> None:
+    if library.espeak_SetVoiceByName(voice.encode()) != 0:
+        raise InputError(f"espeak-ng has no voice {voice!r}")
+
+
+def _phonemes(library: ctypes.CDLL, text: str) -> str:
+    """A call returns one clause and moves the pointer to the next, or to nothing at the end."""
+    left, spoken = ctypes.c_char_p(text.encode()), []
+    while left.value is not None:
+        spoken.append(library.espeak_TextToPhonemes(ctypes.byref(left), _UTF8, 0).decode())
+    return " ".join(spoken)
 
 
 def _unload(library: ctypes.CDLL) -> None:
