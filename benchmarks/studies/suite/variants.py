@@ -38,7 +38,8 @@ def relative(weight_decay: float, **switches: Any) -> dict[str, Any]:
     }
 
 
-EPS2 = {"eps": [1e-10, 0.03]}  # vectors that begin at zero move by a share of .03
+EPS2 = {"eps": [1e-10, 0.03]}  # vectors that begin at zero move as if their size were .03
+LARGE_EPS2 = {"eps": [1e-10, 0.1]}
 UNCAPPED = {"decay_by": "relative_step", "step_rule": "uncapped"}
 
 
@@ -67,6 +68,9 @@ VARIANTS: dict[str, Variant] = {
     "quality embeddings 3, vectors 1 .03": changed(
         "quality", embedding={"lr_share": 3.0}, vector={**EPS2, "lr_share": 1.0}
     ),
+    "quality embeddings 6, vectors 1 .1": changed(
+        "quality", embedding={"lr_share": 6.0}, vector={**LARGE_EPS2, "lr_share": 1.0}
+    ),
     "quality wd 0": changed("quality", relative(0.0), FAMILIES),
     "quality wd .1": changed("quality", relative(0.1), FAMILIES),
     "quality vectors 1": changed("quality", vector={"lr_share": 1.0}),
@@ -80,6 +84,9 @@ VARIANTS: dict[str, Variant] = {
     ),
     "fast embeddings 1.5": changed("fast", embedding={"lr_share": 1.5}),
     "fast vectors 1 .03": changed("fast", vector={**EPS2, "lr_share": 1.0}),
+    "fast embeddings 3, vectors 1 .1": changed(
+        "fast", embedding={"lr_share": 3.0}, vector={**LARGE_EPS2, "lr_share": 1.0}
+    ),
     "fast wd .03": changed("fast", relative(0.03), FAMILIES),
     "fast wd 0": changed("fast", relative(0.0), FAMILIES),
     "fast beta .92": changed("fast", {"momentum": {"beta_max": 0.92}}, FAMILIES),
