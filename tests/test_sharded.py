@@ -293,9 +293,9 @@ def orthogonalised_here(layout: Layout) -> int:
         shard.grad = placed(case.grads[0], mesh, layout)
     counts = []
 
-    def counted(y: Tensor) -> Tensor:
+    def counted(y: Tensor, block: tuple[int, int] | None) -> Tensor:
         counts.append(y.shape[:-2].numel())
-        return orthogonal(y)
+        return orthogonal(y, block)
 
     with pytest.MonkeyPatch.context() as patched:
         for module in (torch_batch, torch_step):
