@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from cases import problem
+from cases import group_of, problem
 from maxfactor import Adafactor, MaxFactor, recipe
 from maxfactor.backends.torch import batch as torch_batch
 from maxfactor.backends.torch import step as torch_step
@@ -123,7 +123,8 @@ def pair(shape: Shape, mesh: DeviceMesh, layout: Layout, seed: int = 0) -> tuple
 
 
 def optimizer_for(rule: str, params: list[Tensor], settings: dict[str, Any]) -> Any:
-    return (Adafactor if rule == "adafactor" else MaxFactor)(params, **settings)
+    groups, others = group_of(params, settings)
+    return Adafactor(params, **settings) if rule == "adafactor" else MaxFactor(groups, **others)
 
 
 def equals_one_process(
@@ -214,6 +215,15 @@ def test_orthogonal(four: Ranks, layout: Layout) -> None:
         chosen = settings | {"direction": "orthogonal"}
         ranks = 2 * len(layout)
         four.run(equals_one_process, ranks, "maxfactor", chosen, layout, SHAPES, 1e-5)
+
+
+@pytest.mark.parametrize("layout", [(0,), (1,)], ids=str)
+@pytest.mark.parametrize("blocks", [("rows", 4), ("columns", 3)], ids=str)
+def test_orthogonal_in_blocks(four: Ranks, blocks: tuple[str, int], layout: Layout) -> None:
+    """The owner of a matrix cuts it, wherever the shards begin."""
+    settings = {"direction": "orthogonal", "blocks": blocks}
+    shapes: list[Shape] = [(12, 9), (4, 15), (12, 9), (9,), (20, 3)]
+    four.run(equals_one_process, 3, "maxfactor", settings, layout, shapes, 1e-5)
 
 
 # -------------------------------------------------------------------------------- collectives

@@ -218,12 +218,12 @@ class MaxFactor(FactoredOptimizer):
         self._merge_kinds(before)
 
     def _merge_kinds(self, first: int) -> None:
-        """Move the parameters of groups from index `first` on to older groups of their kind."""
-        known = {group["kind"]: group for group in self.param_groups[:first] if "kind" in group}
+        """Move the parameters of groups from index `first` on to older groups like theirs."""
+        known = {_kind_of(group): group for group in self.param_groups[:first] if "kind" in group}
         new = self.param_groups[first:]
         del self.param_groups[first:]
         for group in new:
-            if (old := known.get(group["kind"])) is None:
+            if (old := known.get(_kind_of(group))) is None:
                 self.param_groups.append(group)
             else:
                 old["params"] += group["params"]
@@ -257,3 +257,8 @@ class MaxFactor(FactoredOptimizer):
                         local(state["band_sums"]), host_scalar(state["step"]), fam
                     )
         return found
+
+
+def _kind_of(group: dict[str, Any]) -> tuple[object, ...]:
+    """The kind of a group, and the blocks of its matrices."""
+    return group["kind"], *(group["blocks"] or ())
