@@ -173,7 +173,7 @@ def t5() -> nn.Module:
     return transformers.T5EncoderModel(config)
 
 
-def torch_layer() -> nn.Module:
+def torch_layer() -> nn.TransformerEncoderLayer:
     return nn.TransformerEncoderLayer(32, 4, 64)
 
 
@@ -281,7 +281,7 @@ class Odd(nn.Module):
         self.first, self.second = self.layer(3), self.layer(4)
 
     def layer(self, heads: int) -> nn.Module:
-        module = nn.ModuleDict({name: nn.Linear(16, 16) for name in "q_proj k_proj v_proj".split()})
+        module = nn.ModuleDict({name: nn.Linear(16, 16) for name in ("q_proj", "k_proj", "v_proj")})
         module["o_proj"] = nn.Linear(16, 16)
         module.num_heads = heads  # type: ignore[assignment]
         return module
@@ -290,7 +290,7 @@ class Odd(nn.Module):
 def test_heads_that_are_not_certain() -> None:
     found = split_names(for_model(Odd(), heads_per_block=2))
     assert found[("rows", 8)] == names("second", "q_proj k_proj v_proj")
-    with pytest.raises(ValueError, match="heads_per_block=1 needs attention layers .* Linear has"):
+    with pytest.raises(ValueError, match=r"heads_per_block=1 needs attention layers .* Linear has"):
         for_model(nn.Linear(4, 4), heads_per_block=1)
     with pytest.raises(ValueError, match="heads_per_block=1 is for an orthogonal direction"):
         for_model(torch_layer(), "fast", heads_per_block=1)
@@ -302,7 +302,7 @@ def test_heads_that_are_not_certain() -> None:
 
 def test_adapters_are_not_split() -> None:
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    model = get_peft_model(whisper(), config)  # type: ignore[arg-type]
+    model = get_peft_model(whisper(), config)
     optimizer = for_model(model, heads_per_block=1)
     assert {group["kind"]: group["blocks"] for group in optimizer.param_groups} == {"adapter": None}
 
