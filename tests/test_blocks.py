@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from cases import BLOCKS, problem
-from maxfactor import MaxFactor, estimate_memory, for_model
+from maxfactor import MaxFactor, estimate_memory, for_model, release_gradients
+from maxfactor.integrations.huggingface import MaxFactorCallback
 from maxfactor.rule.newton_schulz import orthogonal
 from maxfactor.settings import MaxFactorSettings
 from maxfactor.state import block_shape
@@ -334,6 +336,30 @@ def test_training_with_heads(fused: bool) -> None:
     assert not any(torch.equal(param, before[name]) for name, param in model.named_parameters())
     made = sum(t.nbytes for state in optimizer.state.values() for t in state.values())
     assert estimate_memory(model, heads_per_block=1).state == made
+
+
+def test_released_gradients() -> None:
+    """Bit for bit as with a step at the end, though each kind of blocks has windows of its own."""
+    models = [nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    usual, released = (for_model(each, heads_per_block=1, seed=0) for each in models)
+    with release_gradients(models[1], released):
+        for t in range(2):
+            x = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(t))
+            for model, optimizer in zip(models, (usual, released), strict=True):
+                model(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert all(map(torch.equal, *(list(model.parameters()) for model in models)))
+
+
+def test_step_sizes_in_the_logs_of_a_trainer() -> None:
+    """Groups of one kind do not hide each other."""
+    optimizer = for_model(torch_layer(), heads_per_block=1)
+    state, logs = SimpleNamespace(log_history=[{}]), {"loss": 1.0}
+    MaxFactorCallback().on_log(None, state, None, logs=logs, optimizer=optimizer)  # type: ignore[arg-type]
+    names = ["hidden", "hidden_8_columns", "hidden_8_rows", "vector"]
+    assert list(logs) == ["loss", *(f"effective_lr/{name}" for name in names)]
 
 
 # ---------------------------------------------------------------------------------- memory

@@ -158,8 +158,8 @@ class GroupLaunches:
     def _measure_blocks(self, batch: Batch, blocks: Tensor, unit: float) -> None:
         """The sum of squares of each block, times `unit` squared."""
         measure_blocks[(batch.layout.matrices,)](
-            blocks, self._partials.block_squares, batch.layout.m * batch.layout.n, unit,
-            num_warps=BLOCK_WARPS, **FUSION,
+            blocks, self._partials.block_squares, self._results.counters,
+            batch.layout.m * batch.layout.n, unit, num_warps=BLOCK_WARPS, **FUSION,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------ single launches

@@ -14,18 +14,20 @@ from maxfactor.backends.triton.kernels.layout import BLOCK_CHUNK, COLUMN, COUNTE
 
 
 @triton.jit(do_not_specialize=["unit"])
-def measure_blocks(buffer, squares, size, unit):
-    """The sum of squares of a block, by one program, in a fixed order.
+def measure_blocks(buffer, squares, counters, size, unit):
+    """The sum of squares of a block, by one program, in a fixed order; 0 if the step is skipped.
 
     Args:
         buffer: The blocks, each of `size` elements.
         squares: (blocks,) float32, written.
+        counters: `Results.counters`.
         size: Elements of a block.
         unit: What elements are multiplied by before they are squared.
     """
     block = tl.program_id(0).to(tl.int64)
+    end = tl.where(tl.load(counters + COUNTER.SKIP) != 0, 0, size)  # there is no y: read nothing
     total = tl.zeros([BLOCK_CHUNK], tl.float32)
-    for first in range(0, size, BLOCK_CHUNK):
+    for first in range(0, end, BLOCK_CHUNK):
         at = first + tl.arange(0, BLOCK_CHUNK)
         values = tl.load(buffer + block * size + at, mask=at < size, other=0.0).to(tl.float32)
         total += (values * unit) * (values * unit)
@@ -44,15 +46,14 @@ def normalize_blocks(source, target, squares, counters, size, norm):
         size: Elements of a block.
         norm: The norm that a block gets.
     """
-    skip = tl.load(counters + COUNTER.SKIP) != 0  # there is no y: iterate zeros
+    end = tl.where(tl.load(counters + COUNTER.SKIP) != 0, 0, size)  # there is no y: iterate zeros
     chunks = tl.cdiv(size, BLOCK_CHUNK)
     block = (tl.program_id(0) // chunks).to(tl.int64)
     at = tl.program_id(0) % chunks * BLOCK_CHUNK + tl.arange(0, BLOCK_CHUNK)
     root = tl.sqrt_rn(tl.load(squares + block))
     factor = norm * RANGE / tl.where(root > 0.0, root, 1.0)
-    y = tl.load(source + block * size + at, mask=at < size, other=0.0).to(tl.float32)
-    x = tl.where(skip, 0.0, y * factor)
-    tl.store(target + block * size + at, x.to(target.dtype.element_ty), mask=at < size)
+    y = tl.load(source + block * size + at, mask=at < end, other=0.0).to(tl.float32)
+    tl.store(target + block * size + at, (y * factor).to(target.dtype.element_ty), mask=at < size)
 
 
 @triton.jit
