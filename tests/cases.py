@@ -80,6 +80,17 @@ MOMENTUM_RUNS: dict[str, dict[str, Any]] = {
     "factored fp32": {"momentum": 0.9, "momentum_dtype": "fp32", "direction": "factored"},
 }
 
+# Shapes and blocks of the orthogonal direction. Blocks of 11 rows and of 44 columns begin within
+# tiles of the kernels, and within blocks of 64 values that share an int8 scale.
+BLOCKS: dict[str, tuple[tuple[int, ...], tuple[str, int]]] = {
+    "wide, rows": ((33, 20), ("rows", 11)),
+    "tall, rows": ((24, 5), ("rows", 8)),
+    "single rows": ((5, 72), ("rows", 1)),
+    "rows of a convolution": ((6, 10, 3), ("rows", 2)),
+    "wide, columns": ((3, 132), ("columns", 44)),
+    "tall, columns": ((18, 20), ("columns", 5)),
+}
+
 # What may be set beside them.
 MOMENTUM_VARIANTS: dict[str, dict[str, Any]] = {
     "maximize": {"maximize": True},
@@ -111,6 +122,12 @@ def arguments(*settings: dict[str, Any]) -> dict[str, Any]:
     switches = {name: value for name, value in flat.items() if name in SWITCHES}
     others = {name: value for name, value in flat.items() if name not in SWITCHES}
     return {**others, "switches": switches} if switches else others
+
+
+def group_of(params: list[Any], settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of MaxFactor, with what only a group may have in a group."""
+    own = {"params": params, "blocks": settings.get("blocks")}
+    return [own], {name: value for name, value in settings.items() if name != "blocks"}
 
 
 def settings_for(momentum: str, store: str, direction: str, scale: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases import Problem, arguments
+from cases import Problem, arguments, group_of
 from maxfactor import MaxFactor, rule
 from maxfactor.backends.step_io import StepInput
 from maxfactor.rule import MaxFactorSettings
@@ -40,7 +40,8 @@ def compare_with_rule(
     """All parameters in one optimizer; each step of each from the same start by the rule."""
     params: list[Tensor] = [torch.nn.Parameter(case.weight.to(device, copy=True)) for case in cases]
     chosen: dict[str, Any] = {"foreach": backend == "foreach", "fused": backend == "fused"}
-    optimizer = MaxFactor(params, **chosen, **arguments(settings))
+    groups, others = group_of(params, arguments(settings))
+    optimizer = MaxFactor(groups, **chosen, **others)
     checked = MaxFactorSettings(**arguments(settings))
     noise = 2e-5  # in units of the step size
     if checked.direction == "orthogonal":  # the iteration is in bfloat16 on a GPU

@@ -56,6 +56,7 @@ _COMMON: dict[str, object] = {
     "nesterov": False,
     "momentum_dtype": "int8",
     "direction": "sign_max",
+    "blocks": None,  # (14): "rows" or "columns", and how many a block has
     "scale": "current",
 }
 
@@ -115,6 +116,7 @@ class Rule:
     nesterov: bool
     momentum_dtype: str
     direction: str
+    blocks: tuple[str, int] | None
     scale: str
 
     @property
@@ -388,8 +390,7 @@ def adapted(
 def turned(rule: Rule, y: Array, v: Array, mean: float, *, is_vector: bool) -> tuple[Array, Array]:
     """Equation (9): the move, and U, or u, that it was made from."""
     if rule.direction == "orthogonal" and not is_vector:
-        o = newton_schulz(_float64(y * math.sqrt(mean) / np.sqrt(v)))
-        return divide(o, rms(o)), y
+        return in_blocks(_float64(y * math.sqrt(mean) / np.sqrt(v)), rule.blocks), y
     if rule.direction == "factored":
         return _float64(y / max(1.0, rms(y) / rule.d)), y
     u = divide(y, max(float(np.max(np.abs(y))), rule.floor))  # (7)
@@ -397,6 +398,15 @@ def turned(rule: Rule, y: Array, v: Array, mean: float, *, is_vector: bool) -> t
     if not is_vector or rule.vector_sign:
         move = _float64(np.sign(u) * np.max(np.abs(u), axis=1, keepdims=True))
     return _float64(move / max(1.0, rms(u) / rule.d)), u  # (8)
+
+
+def in_blocks(y: Array, blocks: tuple[str, int] | None) -> Array:
+    """Equation (14): the whole matrix, or each block, orthogonalised and of RMS 1."""
+    side, size = blocks or ("rows", y.shape[0])
+    axis = {"rows": 0, "columns": 1}[side]
+    parts = np.split(y, y.shape[axis] // size, axis)
+    turned = [divide(o, rms(o)) for o in map(newton_schulz, parts)]
+    return _float64(np.concatenate(turned, axis))
 
 
 def newton_schulz(y: Array) -> Array:

@@ -82,7 +82,8 @@ def test_an_unknown_model() -> None:
 def test_step_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What runs everywhere and fast, in two dtypes."""
     out = tmp_path / "results" / "quick.json"
-    names = "quality,adamw,maxfactor plain,MaxFactor foreach,torch AdamW fused,torch SGD"
+    names = "quality,quality heads 1,adamw,maxfactor plain,MaxFactor foreach,torch AdamW fused"
+    names += ",torch SGD"
     step_time.main(
         ["--quick", "--dtype", "float32", "bfloat16", "--out", str(out), "--optimizers", names]
     )
@@ -97,6 +98,7 @@ def test_step_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert rows["torch AdamW fused", dtype]["ratio"] == 1.0
     assert rows["adamw", "float32"]["state_bytes_per_parameter"] == pytest.approx(8, abs=0.01)
     assert rows["quality", "float32"]["state_bytes_per_parameter"] < 1.5
+    assert rows["quality heads 1", "bfloat16"]["wall_ms"] > 0.0
     assert rows["torch SGD", "float32"]["state_bytes_per_parameter"] == 0.0
     assert {"date", "machine", "versions", "arguments", "parameters"} <= result.keys()
     text = out.read_text()
@@ -594,13 +596,17 @@ def test_the_loss_reads_nothing_on_the_host(tmp_path: Path) -> None:
 
 def test_newton_schulz(tmp_path: Path) -> None:
     """All parts are measured; in the interpreter only the digits mean something."""
-    newton_schulz.main(["--quick", "--out", str(tmp_path / "found.json")])
+    newton_schulz.main(["--quick", "--heads-per-block", "1", "--out", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text())
     assert not any("error" in row for row in found["tiles"])
     assert found["total"]["tflop"] == pytest.approx(
         sum(row["tflop"] for row in found["iteration"]), rel=1e-12
     )
     assert max(row["ours_error"] for row in found["spread"]) < 1e-4
+    assert [row["shape"] for row in found["iteration"]] == [[12, 24], [24, 12], [16, 48]]
+    assert newton_schulz.in_blocks(newton_schulz.HIDDEN, newton_schulz.ATTENTION, 4) == {
+        (256, 1280): 5 * 288, (1280, 256): 5 * 96, (5120, 1280): 64, (1280, 5120): 64
+    }  # fmt: skip
 
 
 def test_the_readme_names_every_result_and_picture() -> None:

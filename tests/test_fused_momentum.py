@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cases import MOMENTUM_VARIANTS, no_host_sync, problem, settings_for
+from cases import BLOCKS, MOMENTUM_VARIANTS, no_host_sync, problem, settings_for
 from comparison import compare_with_rule
 from maxfactor import FAM, MaxFactor, for_model
 
@@ -53,6 +53,23 @@ def test_other_settings(variant: str) -> None:
         pairs = pairs[turn : turn + 1]
     for momentum, direction in pairs:
         settings = settings_for(momentum, "fp32", direction, "current") | MOMENTUM_VARIANTS[variant]
+        compare_with_rule(settings, cases, "fused", DEVICE)
+
+
+# The interpreter is slow: some cases, each with one momentum in turn.
+IN_TURN = ["wide, rows", "wide, columns", "tall, columns"] if DEVICE == "cpu" else list(BLOCKS)
+
+
+@pytest.mark.parametrize("name", IN_TURN)
+def test_blocks(name: str) -> None:
+    """Blocks that begin within tiles, of two matrices in one batch, beside a vector."""
+    shape, blocks = BLOCKS[name]
+    cases = [problem(each, steps=2, seed=i) for i, each in enumerate([shape, (9,), shape])]
+    momenta = [("nesterov", "int8"), ("fam", "fp32"), ("none", "")]
+    if DEVICE == "cpu":
+        momenta = [momenta[IN_TURN.index(name)]]
+    for momentum, store in momenta:
+        settings = settings_for(momentum, store, "orthogonal", "initial") | {"blocks": blocks}
         compare_with_rule(settings, cases, "fused", DEVICE)
 
 

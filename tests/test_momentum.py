@@ -18,6 +18,7 @@ from torch import Tensor
 
 import oracle
 from cases import (
+    BLOCKS,
     DIRECTIONS,
     LONG_ROWS,
     MOMENTA,
@@ -26,6 +27,7 @@ from cases import (
     STORES,
     Problem,
     arguments,
+    group_of,
     problem,
     settings_for,
 )
@@ -62,7 +64,8 @@ def compare_steps(case: Problem, settings: dict[str, Any], what: str) -> None:
     """Each step of an optimizer with the oracle's step from the same start."""
     theirs = oracle.settings_of(**oracle_names(settings))
     param = torch.nn.Parameter(case.weight.clone())
-    optimizer = MaxFactor([param], **arguments(settings))
+    groups, others = group_of([param], arguments(settings))
+    optimizer = MaxFactor(groups, **others)
     state = oracle.fresh_state(theirs, tuple(param.shape))
     for t, grad in enumerate(case.grads, start=1):
         before = array(param)
@@ -157,6 +160,19 @@ def test_oracle(momentum: str, store: str, direction: str, scale: str) -> None:
     settings = settings_for(momentum, store, direction, scale)
     for name, shape in (SHAPES | LONG_ROWS).items():
         compare_steps(problem(shape), settings, f"{name} {shape}")
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_oracle_of_blocks(name: str) -> None:
+    shape, blocks = BLOCKS[name]
+    for momentum, store, scale in [
+        ("nesterov", "int8", "initial"),
+        ("fam", "bf16", "current"),
+        ("bands", "fp32", "current"),
+        ("none", "", "current"),
+    ]:
+        settings = settings_for(momentum, store, "orthogonal", scale) | {"blocks": blocks}
+        compare_steps(problem(shape, steps=6), settings, f"{name} {shape}")
 
 
 @pytest.mark.parametrize("variant", MOMENTUM_VARIANTS)

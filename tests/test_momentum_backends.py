@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cases import (
+    BLOCKS,
     DIRECTIONS,
     LONG_ROWS,
     MOMENTA,
@@ -48,6 +49,16 @@ def test_backends(momentum: str, direction: str, backend: str) -> None:
     cases = [problem(shape, steps=8, seed=i) for i, shape in enumerate(shapes)]
     for store, scale in [("int8", "current"), ("bf16", "initial"), ("fp32", "current")]:
         compare_with_rule(settings_for(momentum, store, direction, scale), cases, backend)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("backend", ["plain", "foreach"])
+def test_blocks(backend: str, name: str) -> None:
+    shape, blocks = BLOCKS[name]
+    cases = [problem(each, steps=4, seed=i) for i, each in enumerate([shape, (9,), shape])]
+    for momentum, store in [("nesterov", "int8"), ("fam", "bf16"), ("ema", "fp32"), ("none", "")]:
+        settings = settings_for(momentum, store, "orthogonal", "initial") | {"blocks": blocks}
+        compare_with_rule(settings, cases, backend)
 
 
 @pytest.mark.parametrize("kind", ["plain", "foreach"])

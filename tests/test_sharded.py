@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from cases import problem
+from cases import group_of, problem
 from maxfactor import Adafactor, MaxFactor, recipe
 from maxfactor.backends.torch import batch as torch_batch
 from maxfactor.backends.torch import step as torch_step
@@ -123,7 +123,8 @@ def pair(shape: Shape, mesh: DeviceMesh, layout: Layout, seed: int = 0) -> tuple
 
 
 def optimizer_for(rule: str, params: list[Tensor], settings: dict[str, Any]) -> Any:
-    return (Adafactor if rule == "adafactor" else MaxFactor)(params, **settings)
+    groups, others = group_of(params, settings)
+    return Adafactor(params, **settings) if rule == "adafactor" else MaxFactor(groups, **others)
 
 
 def equals_one_process(
@@ -216,6 +217,15 @@ def test_orthogonal(four: Ranks, layout: Layout) -> None:
         four.run(equals_one_process, ranks, "maxfactor", chosen, layout, SHAPES, 1e-5)
 
 
+@pytest.mark.parametrize("layout", [(0,), (1,)], ids=str)
+@pytest.mark.parametrize("blocks", [("rows", 4), ("columns", 3)], ids=str)
+def test_orthogonal_in_blocks(four: Ranks, blocks: tuple[str, int], layout: Layout) -> None:
+    """The owner of a matrix cuts it, wherever the shards begin."""
+    settings = {"direction": "orthogonal", "blocks": blocks}
+    shapes: list[Shape] = [(12, 9), (4, 15), (12, 9), (9,), (20, 3)]
+    four.run(equals_one_process, 3, "maxfactor", settings, layout, shapes, 1e-5)
+
+
 # -------------------------------------------------------------------------------- collectives
 
 
@@ -293,9 +303,9 @@ def orthogonalised_here(layout: Layout) -> int:
         shard.grad = placed(case.grads[0], mesh, layout)
     counts = []
 
-    def counted(y: Tensor) -> Tensor:
+    def counted(y: Tensor, block: tuple[int, int] | None) -> Tensor:
         counts.append(y.shape[:-2].numel())
-        return orthogonal(y)
+        return orthogonal(y, block)
 
     with pytest.MonkeyPatch.context() as patched:
         for module in (torch_batch, torch_step):

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from studies.suite import main as suite
 from studies.suite import noise, speech_data
 from studies.suite.choice import choose, ratio, scores
-from studies.suite.optimizers import ALL_PEERS, PEERS
+from studies.suite.optimizers import ALL_PEERS, PEERS, make_optimizers
 from studies.suite.report import report
 from studies.suite.search import Search, peer_search
 from studies.suite.tasks import FAMILIES, MAIN, TASKS
@@ -108,6 +109,26 @@ def test_recipes_are_run_at_their_own_rate_with_all_seeds() -> None:
     assert len(search.errors(search.at(search.always), known)) == 3
     assert max(search.rates) / min(search.rates) == 16.0
     assert search.best(known).lr == min(search.rates)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), [("quality heads one by one", 32), ("quality groups of 4 heads", 96)]
+)
+def test_variants_with_blocks(name: str, rows: int) -> None:
+    """At the recipe's own rate, with all seeds if asked for; six heads are groups of three."""
+    [search] = suite.searches_of(
+        suite.parsed(["ours", "--optimizers", name, "--tasks", "llama"]),
+    )
+    assert search.rates == (own_search("quality", "llama", Trial).always,)
+    assert search.seeds == (0, 1, 2)
+    [optimizer] = make_optimizers(search.trial, nn.TransformerEncoderLayer(192, 6, 8))
+    blocks = [group["blocks"] for group in optimizer.param_groups if group["blocks"]]
+    assert blocks == [("columns", rows), ("rows", rows)]
+
+
+def test_an_unknown_variant_is_refused() -> None:
+    with pytest.raises(SystemExit, match="unknown optimizer 'quality heads'; variants: quality, "):
+        suite.searches_of(suite.parsed(["ours", "--optimizers", "quality heads"]))
 
 
 def test_a_family_that_is_left_out_has_no_say() -> None:

@@ -1,6 +1,7 @@
 """The Newton-Schulz iteration of the fused backend: tiles, speed, digits.
 
 python benchmarks/timing/newton_schulz.py --out FILE.json       # on a CUDA device
+python benchmarks/timing/newton_schulz.py --heads-per-block 1   # attention matrices in blocks
 python benchmarks/timing/newton_schulz.py --quick               # small matrices, any device
 
 For each tile size the symmetric products are checked against float64 and timed; the fastest is what
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HIDDEN = {(1280, 1280): 384, (5120, 1280): 64, (1280, 5120): 64}  # Whisper-large-v3's matrices
 QUICK = {(24, 24): 2, (16, 48): 1}
+# The square matrices are those of attention: rows of q, k and v, columns of the output.
+ATTENTION, QUICK_ATTENTION = (1280, 64, 288, 96), (24, 12, 1, 1)  # width, head, rows, columns
 WARM_UP, REPEATS = (2, 7) if DEVICE.type == "cuda" else (0, 1)
 
 
@@ -256,6 +259,19 @@ def exact_steps(y: Tensor) -> Tensor:
     return x.mT if y.shape[0] > y.shape[1] else x
 
 
+def in_blocks(
+    shapes: dict[tuple[int, int], int], attention: tuple[int, int, int, int], heads: int
+) -> dict[tuple[int, int], int]:
+    """The shapes if attention matrices are cut into blocks of some heads."""
+    width, head, rows, columns = attention
+    block = heads * head
+    blocks, rest = divmod(width, block)
+    if rest:
+        raise SystemExit(f"--heads-per-block {heads} does not divide {width // head} heads")
+    found = {shape: count for shape, count in shapes.items() if shape != (width, width)}
+    return {(block, width): blocks * rows, (width, block): blocks * columns, **found}
+
+
 def measure(shapes: dict[tuple[int, int], int], *, batch: int, short: int, long: int) -> Record:
     """All parts; one that fails is named, and the others are still measured."""
     record: Record = {}
@@ -283,15 +299,20 @@ def main(given: Sequence[str] | None = None) -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="small matrices")
+    parser.add_argument("--heads-per-block", type=int, help="cut attention matrices into blocks")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     arguments = parser.parse_args(given)
+    shapes, attention = (QUICK, QUICK_ATTENTION) if arguments.quick else (HIDDEN, ATTENTION)
+    if arguments.heads_per_block is not None:
+        shapes = in_blocks(shapes, attention, arguments.heads_per_block)
     if arguments.quick:
-        record = measure(QUICK, batch=2, short=24, long=48)
+        record = measure(shapes, batch=2, short=24, long=48)
     else:
-        record = measure(HIDDEN, batch=24, short=1280, long=5120)
+        record = measure(shapes, batch=24, short=1280, long=5120)
     chosen = tuning_for(1280, DEVICE)
     record = {
         **circumstances(DEVICE.type),
+        "heads_per_block": arguments.heads_per_block,
         "listed": {**chosen._asdict(), "tile": [*chosen.tile]},
         **record,
     }

@@ -36,7 +36,8 @@ class Row:
         state_bytes: Bytes of state once each tensor has stepped, over all shards.
         lr: The learning rate; None for Adafactor's own.
         weight_decay: The weight decay.
-        direction: "sign_max", "factored" or "orthogonal".
+        direction: "sign_max", "factored" or "orthogonal", the latter with the blocks that matrices
+            are cut into, such as "orthogonal 64 rows".
         momentum: Beta or FAM, and the dtype of the momentum; "none" without momentum.
         examples: Some names and shapes.
     """
@@ -142,7 +143,9 @@ def state_bytes(shape: Shape, rule: TensorRule) -> int:
 
 def _direction(rule: TensorRule) -> str:
     if rule.is_orthogonal:
-        return "orthogonal"
+        sizes = {"rows": rule.block_rows, "columns": rule.block_cols}
+        blocks = [f"{size} {side}" for side, size in sizes.items() if size]
+        return " ".join(["orthogonal", *blocks])
     return "sign_max" if rule.divides_by_peak else "factored"
 
 

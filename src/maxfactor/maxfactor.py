@@ -67,8 +67,13 @@ class MaxFactor(FactoredOptimizer):
 
         factored:    u = y, or G / sqrt(V) without momentum,
                      W <- W - alpha * u / max(1, RMS(u) / d)
-        orthogonal:  V = mean R in (10), O = orthogonalised y / sqrt(R C) with RMS 1,
-                     W <- W - alpha * O; vectors move by (9)
+        orthogonal:  V = mean R in (10), W <- W - alpha * O; vectors move by (9)
+        (14)         O = orthogonalised y / sqrt(R C) with RMS 1, or each of its blocks
+
+    A group may have `blocks`, which cuts its matrices for (14): ("rows", 64) orthogonalises blocks
+    of 64 rows one by one, ("columns", 64) blocks of 64 columns. They are the heads of attention
+    matrices, for example; `for_model(..., heads_per_block=1)` finds them. A block is cheaper than
+    the whole matrix.
 
     Args:
         params: Parameters, named parameters or groups, as for any torch optimizer.
@@ -120,6 +125,9 @@ class MaxFactor(FactoredOptimizer):
         >>> best = maxfactor.MaxFactor(
         ...     model.parameters(), momentum=0.95, nesterov=True, direction="orthogonal"
         ... )
+        >>> query = torch.nn.Linear(96, 96, bias=False)  # three heads of 32 rows
+        >>> heads = {"params": query.parameters(), "blocks": ("rows", 32)}
+        >>> split = maxfactor.MaxFactor([heads], momentum=0.95, direction="orthogonal")
     """
 
     settings_class = MaxFactorSettings
@@ -170,6 +178,7 @@ class MaxFactor(FactoredOptimizer):
             "capturable": capturable,
             "nonfinite": nonfinite,
             "switches": switches,
+            "blocks": None,  # of a group, because it depends on the layer
         }
         super().__init__(params, defaults)
 
@@ -209,12 +218,12 @@ class MaxFactor(FactoredOptimizer):
         self._merge_kinds(before)
 
     def _merge_kinds(self, first: int) -> None:
-        """Move the parameters of groups from index `first` on to older groups of their kind."""
-        known = {group["kind"]: group for group in self.param_groups[:first] if "kind" in group}
+        """Move the parameters of groups from index `first` on to older groups like theirs."""
+        known = {_kind_of(group): group for group in self.param_groups[:first] if "kind" in group}
         new = self.param_groups[first:]
         del self.param_groups[first:]
         for group in new:
-            if (old := known.get(group["kind"])) is None:
+            if (old := known.get(_kind_of(group))) is None:
                 self.param_groups.append(group)
             else:
                 old["params"] += group["params"]
@@ -248,3 +257,8 @@ class MaxFactor(FactoredOptimizer):
                         local(state["band_sums"]), host_scalar(state["step"]), fam
                     )
         return found
+
+
+def _kind_of(group: dict[str, Any]) -> tuple[object, ...]:
+    """The kind of a group, and the blocks of its matrices."""
+    return group["kind"], *(group["blocks"] or ())

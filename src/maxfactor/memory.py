@@ -47,6 +47,7 @@ def estimate_memory(
     dtype: torch.dtype | None = None,
     *,
     gradient_release: bool = False,
+    heads_per_block: int | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory that training a model takes on a GPU, without activations.
 
@@ -59,6 +60,7 @@ def estimate_memory(
         dtype: Of the weights, if the model were cast to it. None: as it is.
         gradient_release: Whether gradients are released in backward (`release_gradients`). It is
             assumed that they arrive in the order of the parameters, last one first.
+        heads_per_block: As in `for_model`.
 
     Example:
         >>> import torch, maxfactor
@@ -73,12 +75,17 @@ def estimate_memory(
         known = ", ".join(map(repr, (*RECIPES, *PEERS)))
         raise ValueError(f"unknown recipe {recipe!r}; known recipes and optimizers: {known}")
     is_peer = recipe in PEERS
-    if is_peer and gradient_release:
-        raise ValueError(
-            f"gradient_release is for the recipes of maxfactor, and {recipe!r} is another "
-            "optimizer; leave it out"
-        )
-    optimizer = for_model(model, "quality" if is_peer else cast("RecipeName", recipe))
+    for name, value in (
+        ("gradient_release", gradient_release),
+        ("heads_per_block", heads_per_block),
+    ):
+        if is_peer and value:
+            raise ValueError(
+                f"{name} is for the recipes of maxfactor, and {recipe!r} is another optimizer; "
+                "leave it out"
+            )
+    chosen: RecipeName = "quality" if is_peer else cast("RecipeName", recipe)
+    optimizer = for_model(model, chosen, heads_per_block=heads_per_block)
     weights = sum(_bytes(each, dtype) for each in (*model.parameters(), *model.buffers()))
     gradients = sum(_bytes(each, dtype) for each in model.parameters() if each.requires_grad)
     if is_peer:

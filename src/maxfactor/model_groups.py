@@ -19,6 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
+from maxfactor.attention import head_blocks, is_transposed_linear
 from maxfactor.distributed.placement import is_sharded
 from maxfactor.maxfactor import MaxFactor
 from maxfactor.recipes import COMMON, KINDS, find_recipe
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from maxfactor.recipes import Recipe, RecipeName
+    from maxfactor.settings import Blocks
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
@@ -52,6 +54,8 @@ def for_model(
     model: nn.Module,
     recipe: RecipeName = "quality",
     lr: float | Tensor | None = None,
+    *,
+    heads_per_block: int | None = None,
     **overrides: Any,
 ) -> MaxFactor:
     r"""Return a MaxFactor for a model, with one parameter group for each kind of layer in it.
@@ -85,6 +89,12 @@ def for_model(
             weight's size, not an absolute step. All groups share a tensor, so a recipe that scales
             it refuses a tensor, and a scheduler that sets each group by itself (ReduceLROnPlateau,
             a LambdaLR per group) needs a number.
+        heads_per_block: Cut attention matrices into blocks of as many heads, which are
+            orthogonalised one by one: rows of the query, key and value projections, columns of the
+            output projection. It makes a step of "quality" cheaper. They form groups of their own,
+            of kind `hidden`. If it does not divide the number of heads, blocks have the next
+            smaller number of heads that does. A matrix whose heads are not known stays whole.
+            None: all of them stay whole.
         **overrides: Arguments of `MaxFactor` that replace the recipe's in every group. A
             `weight_decay` does not apply to the group of vectors.
 
@@ -109,7 +119,7 @@ def for_model(
     rate = None if lr is None else check_lr(lr)  # before it is scaled
     _check_shares(recipe, chosen, rate)
     _warn_of_rate(chosen, rate)
-    sorter = ModelSorter(_unwrapped(model), chosen, rate, overrides)
+    sorter = ModelSorter(_unwrapped(model), chosen, rate, overrides, heads_per_block)
     groups = sorter.groups(sorter.named())
     if not groups:
         raise ValueError(
@@ -129,6 +139,7 @@ class ModelSorter:
         recipe: The settings of each kind.
         lr: The learning rate; None is the recipe's.
         overrides: Settings that replace the recipe's.
+        heads_per_block: How attention matrices are cut; None leaves them whole.
     """
 
     def __init__(
@@ -137,12 +148,15 @@ class ModelSorter:
         recipe: Recipe,
         lr: float | Tensor | None,
         overrides: dict[str, Any],
+        heads_per_block: int | None = None,
     ) -> None:
         _check_shapes(model)
         self.model, self._recipe, self._lr, self._overrides = model, recipe, lr, overrides
         # By name, as FSDP2 replaces the parameters and must be able to free the old ones. A later
         # freeze, or a new layer, does not change them.
         self._kinds = _kinds_by_name(model)
+        self._heads_per_block = heads_per_block
+        self._blocks = self._blocks_by_name()
         tables = _sinusoids(model)
         self.left_out = {
             name: "sinusoids of the encoder's positions, a table that is not trained"
@@ -160,15 +174,34 @@ class ModelSorter:
 
     def groups(self, named: Iterable[tuple[str, Tensor]]) -> list[dict[str, Any]]:
         """A group with the recipe's settings for each kind among these parameters."""
-        by_kind: dict[str, list[tuple[str, Tensor]]] = {kind: [] for kind in KINDS}
+        alike: dict[tuple[str, Blocks | None], list[tuple[str, Tensor]]] = {}
         for name, param in named:
             if name not in self.left_out:
-                by_kind[self._kinds[name]].append((name, param))
+                key = self._kinds[name], self._blocks.get(name)
+                alike.setdefault(key, []).append((name, param))
+        order = sorted(alike, key=lambda key: (KINDS.index(key[0]), key[1] or ()))  # whole first
         return [
-            {"params": params, "kind": kind, **self._settings(kind)}
-            for kind, params in by_kind.items()
-            if params
+            {"params": alike[kind, blocks], "kind": kind, "blocks": blocks, **self._settings(kind)}
+            for kind, blocks in order
         ]
+
+    def _blocks_by_name(self) -> dict[str, Blocks]:
+        """The blocks of each hidden matrix that is cut."""
+        if self._heads_per_block is None:
+            return {}
+        settings = MaxFactorSettings.from_group(self._settings("hidden"))
+        if not settings.rules.matrix.is_orthogonal:
+            raise ValueError(
+                f"heads_per_block={self._heads_per_block} is for an orthogonal direction, and this "
+                f"recipe has direction={settings.direction!r} for hidden matrices; leave it out, "
+                "or take the recipe 'quality'"
+            )
+        blocks = head_blocks(self.model, self._heads_per_block)
+        return {
+            name: blocks[param]
+            for name, param in _named(self.model)
+            if param in blocks and self._kinds[name] == "hidden"
+        }
 
     def _settings(self, kind: str) -> dict[str, Any]:
         return _group_settings(self._recipe, kind, self._lr, self._overrides)
@@ -185,6 +218,7 @@ class ModelSorter:
                 f"of this optimizer, of shapes {', '.join(shapes[:3])}; give a part of that model"
             )
         self._kinds = {**_kinds_by_name(self.model), **self._kinds}  # it may have new layers
+        self._blocks = {**self._blocks_by_name(), **self._blocks}
         new = inside - {param for group in groups for param in group["params"]}
         added = self.groups((name, param) for name, param in self.named() if param in new)
         if not added:
@@ -261,7 +295,12 @@ def _warn_of_rate(recipe: Recipe, lr: float | Tensor | None) -> None:
 
 
 def _check_names(overrides: dict[str, Any]) -> None:
-    known = sorted({*MaxFactorSettings.names(), *Execution.names()} - {"lr"})
+    known = sorted({*MaxFactorSettings.names(), *Execution.names()} - {"lr", "blocks"})
+    if "blocks" in overrides:
+        raise TypeError(
+            f"for_model() has no setting 'blocks', got {overrides['blocks']!r}: they depend on the "
+            "layer; give heads_per_block, such as heads_per_block=1"
+        )
     for name in overrides:
         if name not in known:
             raise TypeError(
@@ -429,24 +468,18 @@ def _adapters(model: nn.Module) -> set[nn.Module]:
 
 def _is_linear(module: nn.Module) -> bool:
     """Whether it is a Linear, or a Conv1D of transformers: a Linear with a transposed weight."""
-    return isinstance(module, nn.Linear) or _is_transposed_linear(module)
-
-
-def _is_transposed_linear(module: nn.Module) -> bool:
-    # By name, to avoid importing transformers; by the MRO, as fully_shard makes a subclass.
-    is_named_so = any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)
-    return is_named_so and hasattr(module, "nf") and hasattr(module, "nx")
+    return isinstance(module, nn.Linear) or is_transposed_linear(module)
 
 
 def _output_width(linear: nn.Module) -> int:
-    width: int = getattr(linear, "nf" if _is_transposed_linear(linear) else "out_features")
+    width: int = getattr(linear, "nf" if is_transposed_linear(linear) else "out_features")
     return width
 
 
 def _input_width(module: nn.Module) -> int | None:
     """The width of a layer's input, or of an embedding's output."""
     width: int | None = None
-    if _is_transposed_linear(module):
+    if is_transposed_linear(module):
         width = getattr(module, "nx", None)
     elif known := [name for types, name in INPUT_WIDTHS if isinstance(module, types)]:
         width = getattr(module, known[0])

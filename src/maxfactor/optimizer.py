@@ -32,7 +32,7 @@ from maxfactor.settings import (
     as_setting,
     check_lr,
 )
-from maxfactor.state import init_state
+from maxfactor.state import block_shape, init_state
 from maxfactor.telemetry import Known, Metrics, Recording, Report, report_of
 from maxfactor.windows import Member, members_of
 
@@ -136,10 +136,10 @@ class FactoredOptimizer(Optimizer):
         try:
             for name, param in self.named_group(len(self.param_groups) - 1):
                 _check_parameter(name, param)
-        except TypeError:
+            self._settings(len(self.param_groups) - 1)
+        except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        self._settings(len(self.param_groups) - 1)
         if self.release is not None:
             self.release.refresh()
 
@@ -307,6 +307,7 @@ class FactoredOptimizer(Optimizer):
                 "the optimizer with it"
             )
         settings = self.settings_class.from_group(group)
+        _check_blocks(self.named_group(index), settings.rules)
         # Copies, to notice a change inside a dict.
         kept = {k: as_setting(v) if isinstance(v, Mapping) else v for k, v in values.items()}
         began = known.began_with_number if known else has_number
@@ -555,7 +556,9 @@ class FactoredOptimizer(Optimizer):
     def _saved_rules(self, index: int, saved: dict[str, Any]) -> GroupRules:
         """The rules of a checkpoint's group."""
         try:
-            return self.settings_class.from_group({**self.defaults, **saved}).rules
+            rules = self.settings_class.from_group({**self.defaults, **saved}).rules
+            _check_blocks(self.named_group(index), rules)
+            return rules
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"the settings in the checkpoint's group {index} are damaged: {error}"
@@ -659,6 +662,13 @@ def _check_parameter(name: str, param: Tensor) -> None:
     raise TypeError(
         f"parameter {name!r} is {param.dtype}, but only {known} can be optimized; {remedy}"
     )
+
+
+def _check_blocks(named: Iterable[tuple[str, Tensor]], rules: GroupRules) -> None:
+    """Refuse blocks that do not divide a matrix."""
+    for name, param in named:
+        shape = tuple(param.shape)
+        block_shape(shape, rules.of(shape), name)
 
 
 def _check_gradient(name: str, grad: Tensor) -> None:

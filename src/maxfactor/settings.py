@@ -45,6 +45,8 @@ StepRule = Literal["relative", "uncapped", "ramp"]
 DecayBy = Literal["lr", "relative_step", "step_size"]
 VectorDirection = Literal["sign_max", "update"]
 Direction = Literal["sign_max", "factored", "orthogonal"]
+BlockSide = Literal["rows", "columns"]
+Blocks = tuple[BlockSide, int]  # such as ("rows", 64): blocks of 64 rows
 Scale = Literal["current", "initial"]
 MomentumDtype = Literal["int8", "bf16", "fp32"]
 Rounding = Literal["stochastic", "nearest"]
@@ -100,6 +102,9 @@ class TensorRule:
     # (9)
     moves_by_sign: bool = False  # sign(U) * row maximum, else U
     is_orthogonal: bool = False
+    # (14) the blocks of a matrix; 0: all of its rows, all of its columns
+    block_rows: int = 0
+    block_cols: int = 0
     boost: float | None = None  # version 0.3's rule for one element; None: not used
     eps1: float
     # (10) to (13)
@@ -364,6 +369,7 @@ class MaxFactorSettings(Settings):
     momentum_dtype: MomentumDtype | None = None
     direction: Direction = "sign_max"
     scale: Scale = "current"
+    blocks: Blocks | None = None
     switches: Switches | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -378,10 +384,12 @@ class MaxFactorSettings(Settings):
             nesterov=check_flag("nesterov", self.nesterov),
             direction=check_choice("direction", self.direction, get_args(Direction)),
             scale=check_choice("scale", self.scale, get_args(Scale)),
+            blocks=check_blocks(self.blocks),
             switches=from_mapping(Switches, self.switches or {}, "switches"),
         )
         self._check_momentum_dtype()
         self._check_lookahead()
+        self._check_direction_of_blocks()
         self._check_switches()
 
     def _check_momentum_dtype(self) -> None:
@@ -403,6 +411,13 @@ class MaxFactorSettings(Settings):
             "nesterov=True is for a fixed momentum such as 0.95; FAM looks ahead by its own mix, "
             "so set nesterov=False"
         )
+
+    def _check_direction_of_blocks(self) -> None:
+        if self.blocks is not None and self.direction != "orthogonal":
+            raise ValueError(
+                f"blocks={self.blocks} is for direction='orthogonal', got {self.direction!r}; "
+                "leave blocks out, or set that direction"
+            )
 
     def _check_switches(self) -> None:
         """Refuse switches of published versions together with momentum or another direction."""
@@ -472,8 +487,15 @@ class MaxFactorSettings(Settings):
             rms_bound=math.inf if is_orthogonal else bound,
             moves_by_sign=not (is_factored or is_orthogonal or as_update),
             is_orthogonal=is_orthogonal,
+            **(self._block_fields() if is_orthogonal else {}),
             eps1=eps1,
         )
+
+    def _block_fields(self) -> dict[str, Any]:
+        if self.blocks is None:
+            return {}
+        side, size = self.blocks
+        return {"block_rows" if side == "rows" else "block_cols": size}
 
     def _momentum_fields(self, *, is_vector: bool) -> dict[str, Any]:
         if self.momentum is None:
@@ -607,6 +629,19 @@ def check_momentum(value: object) -> float | FAM | None:
             f"momentum must be None, a number such as 0.95 or maxfactor.FAM(), got {value!r}"
         )
     return check_share("momentum", value)
+
+
+def check_blocks(value: object) -> Blocks | None:
+    """Return the side along which matrices are cut, and the rows or columns of a block."""
+    if value is None:
+        return None
+    is_pair = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
+    if not is_pair:
+        raise ValueError(f"blocks must be None or a pair such as ('rows', 64), got {value!r}")
+    side, size = cast("Sequence[object]", value)
+    check_choice("the first entry of blocks", side, get_args(BlockSide))
+    size = check_whole("the second entry of blocks", size)
+    return cast("BlockSide", side), check_count("the second entry of blocks", size, 1)
 
 
 def check_bounds(value: object) -> tuple[float, float]:

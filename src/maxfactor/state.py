@@ -95,6 +95,28 @@ def _as_batch(shape: Shape) -> Factoring:
     )
 
 
+def block_shape(shape: Shape, rule: TensorRule, name: str = "") -> tuple[int, int] | None:
+    """Rows and columns of the blocks that are orthogonalised one by one; None for the whole matrix.
+
+    Raises:
+        ValueError: If the matrix has no whole number of them. It tells the parameter's `name`.
+    """
+    layout = factoring(shape, rule.factor)
+    if layout is None or not (rule.block_rows or rule.block_cols):
+        return None
+    m, n = layout.matrix[-2:]
+    block = rule.block_rows or m, rule.block_cols or n
+    for side, length, size in (("rows", m, block[0]), ("columns", n, block[1])):
+        if size and length % size:
+            whose = f"parameter {name!r} {shape}" if name else f"a parameter {shape}"
+            raise ValueError(
+                f"blocks=({side!r}, {size}) does not divide the {length} {side} of {whose} as a "
+                f"matrix {m} x {n}; give a number that divides {length}, or put the parameter in "
+                "a group without blocks"
+            )
+    return None if block == (m, n) else block
+
+
 def blocks_of(n: int) -> int:
     """The number of int8 blocks, each with one scale, in a row of n values."""
     return -(-n // BLOCK)

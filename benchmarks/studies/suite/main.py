@@ -3,9 +3,12 @@
     python benchmarks/studies/suite/main.py peers --device cuda --minutes 9 --jobs 14 --out runs
     python benchmarks/studies/suite/main.py ours --device cuda --minutes 9 --jobs 14 --out runs
     python benchmarks/studies/suite/main.py choice --device cuda --minutes 9 --jobs 14 --out runs
+    python benchmarks/studies/suite/main.py ours --optimizers "quality heads one by one" --out runs
     python benchmarks/studies/suite/main.py show --out runs       # development data
     python benchmarks/studies/suite/main.py choose --out runs     # by families left out
     python benchmarks/studies/suite/main.py report --out runs     # test data, looked at once
+
+A variant that is named for `ours` is run with all seeds, for `choice` with one.
 
 Errors on development data go to OUT/trials.jsonl and choose rates and settings. Errors on test data
 go to OUT/test.jsonl, which only `report` reads. A finished trial is not run again, so the same
@@ -30,7 +33,7 @@ from studies.suite import speech_data
 from studies.suite.choice import print_choice, scores
 from studies.suite.optimizers import MORE_PEERS, OURS, PEERS
 from studies.suite.report import report
-from studies.suite.search import Search, peer_search, read_records
+from studies.suite.search import SEEDS, Search, peer_search, read_records
 from studies.suite.show import print_rows
 from studies.suite.tasks import FAMILIES, MAIN, TASKS, base_path
 from studies.suite.training import serve
@@ -105,6 +108,10 @@ def searches_of(options: argparse.Namespace) -> list[Search]:
     }[options.table]
     if options.optimizers:
         names = options.optimizers.split(",")
+    for name in names:
+        if not any(name in known for known in (PEERS, MORE_PEERS, VARIANTS)):
+            raise SystemExit(f"unknown optimizer {name!r}; variants: {', '.join(VARIANTS)}")
+    seeds = (0,) if options.table in ("choice", "choose") else SEEDS  # of variants
     searches = []
     for name in names:  # one after another on all tasks, so that time is shared by the tasks
         for task in tasks:
@@ -112,7 +119,7 @@ def searches_of(options: argparse.Namespace) -> list[Search]:
                 searches.append(peer_search(name, task, trial))
             elif name in OURS and options.table not in ("choice", "choose"):
                 searches.append(own_search(name, task, trial))
-            elif (search := variant_search(name, task, trial)) is not None:
+            elif (search := variant_search(name, task, trial, seeds)) is not None:
                 searches.append(search)
     return searches
 

@@ -71,6 +71,9 @@ VARIANTS: dict[str, Variant] = {
     "quality embeddings 6, vectors 1 .1": changed(
         "quality", embedding={"lr_share": 6.0}, vector={**LARGE_EPS2, "lr_share": 1.0}
     ),
+    # Attention matrices in blocks; of 6 heads, groups of 4 are groups of 3.
+    "quality heads one by one": changed("quality", {"heads_per_block": 1}),
+    "quality groups of 4 heads": changed("quality", {"heads_per_block": 4}),
     "quality wd 0": changed("quality", relative(0.0), FAMILIES),
     "quality wd .1": changed("quality", relative(0.1), FAMILIES),
     "quality vectors 1": changed("quality", vector={"lr_share": 1.0}),
@@ -102,8 +105,10 @@ def own_search(name: str, task: str, trial: Callable[..., Trial]) -> Search:
     return Search(name, trial(task, name, own), rates, extends=False, always=own)
 
 
-def variant_search(name: str, task: str, trial: Callable[..., Trial]) -> Search | None:
-    """A variant at its rates, with one seed; None if it is not for the task's family."""
+def variant_search(
+    name: str, task: str, trial: Callable[..., Trial], seeds: tuple[int, ...] = (0,)
+) -> Search | None:
+    """A variant at its rates, with one seed or more; None if it is not for the task's family."""
     variant = VARIANTS[name]
     if TASKS[task].family not in variant.families:
         return None
@@ -112,4 +117,4 @@ def variant_search(name: str, task: str, trial: Callable[..., Trial]) -> Search 
         settings=variant.settings,
         by_kind=variant.by_kind,
     )
-    return Search(name, made, variant.rates, extends=False, seeds=(0,))
+    return Search(name, made, variant.rates, extends=False, seeds=seeds)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 FLOAT32 = 4  # bytes
 SCRATCH, ORTHOGONAL_SCRATCH = 4, 5  # float32 buffers of the torch backend, of a batch's size
+COLUMN_BLOCKS_SCRATCH = 1  # more, as blocks of columns are copied
 
 
 def borrowed_bytes(inputs: Sequence[StepInput], *, by_window: bool) -> int:
@@ -41,7 +42,8 @@ def _by_torch(inputs: Sequence[StepInput]) -> int:
     for each in inputs:
         numel = each.param.numel()
         if each.rule.is_orthogonal:  # never cut into blocks of rows
-            largest.append(ORTHOGONAL_SCRATCH * max(numel, min(DEVICE_BLOCK, numel * len(inputs))))
+            buffers = ORTHOGONAL_SCRATCH + COLUMN_BLOCKS_SCRATCH * bool(each.rule.block_cols)
+            largest.append(buffers * max(numel, min(DEVICE_BLOCK, numel * len(inputs))))
         else:
             largest.append(SCRATCH * min(DEVICE_BLOCK, numel * len(inputs)))
     return FLOAT32 * max(largest)

@@ -51,8 +51,11 @@ class ExchangedMatrix:
     `value` is None until it is set, and while other ranks hold the matrix.
     """
 
-    def __init__(self, param: Tensor, layout: Factoring) -> None:
+    def __init__(
+        self, param: Tensor, layout: Factoring, block: tuple[int, int] | None = None
+    ) -> None:
         self.value: Tensor | None = None
+        self.block = block
         self.shape, self.layout, self.device = tuple(param.shape), layout, param.device
         self.cuts = cuts_of(param)
         self.owner: Shape = ()  # the owner's rank in the group of each cut
@@ -68,9 +71,8 @@ class ExchangedMatrix:
 
     @property
     def cost(self) -> int:
-        """Multiplications of X Xᵀ, over all matrices of a batch."""
-        *_, m, n = self.layout.matrix
-        return math.prod(self.shape) * min(m, n)
+        """Multiplications of X Xᵀ, over all matrices of a batch, or all blocks."""
+        return math.prod(self.shape) * min(self.block or self.layout.matrix[-2:])
 
     def whole(self) -> Tensor:
         """Return the gathered tensor; assert that it exists."""
@@ -88,15 +90,20 @@ class ExchangedMatrix:
 
 
 def orthogonalize_by_owners_(
-    parts: Sequence[ExchangedMatrix], orthogonal: Callable[[Tensor], Tensor]
+    parts: Sequence[ExchangedMatrix],
+    orthogonal: Callable[[Tensor, tuple[int, int] | None], Tensor],
 ) -> None:
-    """Replace each part by its shard of `orthogonal` of the whole matrix."""
+    """Replace each part by its shard of `orthogonal` of the whole matrix, cut into its blocks."""
     assign_owners(parts)
     journey = gather(parts)
     here = [part for part in parts if part.value is not None]
     for batch in batches(here):
         matrices = [part.whole().reshape(part.layout.matrix) for part in batch]
-        moves = orthogonal(torch.stack(matrices)) if len(batch) > 1 else [orthogonal(matrices[0])]
+        block = batch[0].block
+        if len(batch) > 1:
+            moves = list(orthogonal(torch.stack(matrices), block))
+        else:
+            moves = [orthogonal(matrices[0], block)]
         for part, move in zip(batch, moves, strict=True):
             part.value = move.reshape(part.shape)
     for group, travellers, steps in reversed(journey):
@@ -104,13 +111,13 @@ def orthogonalize_by_owners_(
 
 
 def batches(parts: Sequence[ExchangedMatrix]) -> list[list[ExchangedMatrix]]:
-    """Batch matrices of one shape, up to `BATCH` elements.
+    """Batch matrices of one shape and one size of blocks, up to `BATCH` elements.
 
     Only those that the same groups shard: replicas have the same batches and get the same bits.
     """
     alike: dict[object, list[list[ExchangedMatrix]]] = defaultdict(list)
     for part in parts:
-        found = alike[part.layout.matrix, part.groups]
+        found = alike[part.layout.matrix, part.block, part.groups]
         most = max(1, BATCH // max(1, math.prod(part.shape)))
         if not found or len(found[-1]) == most or len(part.layout.matrix) > 2:
             found.append([])

@@ -135,13 +135,19 @@ class MaxFactorCallback(TrainerCallback):
             return
         optimizer = _unwrapped(kwargs.get("optimizer"))
         rates = {
-            f"effective_lr/{group.get('kind', index)}": rate
+            f"effective_lr/{_label(group, index)}": rate
             for index, (group, rate) in enumerate(
                 zip(optimizer.param_groups, optimizer.effective_lr(), strict=True)
             )
         }
         logs.update(rates)
         state.log_history[-1].update(rates)  # the Trainer has just appended a copy of `logs`
+
+
+def _label(group: dict[str, Any], index: int) -> str:
+    """The kind of a group, such as `hidden`, with its blocks, such as `hidden_64_rows`."""
+    parts = (group.get("kind", index), *reversed(group.get("blocks") or ()))
+    return "_".join(map(str, parts))
 
 
 def _unwrapped(optimizer: object) -> maxfactor.MaxFactor | maxfactor.Adafactor:

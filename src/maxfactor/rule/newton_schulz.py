@@ -32,16 +32,41 @@ AT_A_TIME, AT_A_TIME_IF_WIDE = (1, 1, 1, 1, 1), (1, 1, 3)  # steps merged into o
 WIDE = 2  # least ratio of the sides of a wide matrix; from 1.5 on merging saves FLOPs
 
 
-def orthogonal(y: Tensor) -> Tensor:
-    """O of equation (9): y (..., m, n), orthogonalised and scaled to RMS 1. Zeros stay zeros."""
-    o = newton_schulz(y).to(torch.float32)
-    return o / rms_of(o)
+def orthogonal(y: Tensor, block: tuple[int, int] | None = None) -> Tensor:
+    """O of equation (14): y (..., m, n), orthogonalised and scaled to RMS 1. Zeros stay zeros.
+
+    Args:
+        y: One or several matrices.
+        block: Rows and columns of the blocks that are orthogonalised one by one, each scaled to
+            RMS 1; None for the whole matrix.
+
+    Example:
+        >>> y = torch.tensor([[3.0, 0.0, 5.0], [0.0, 3.0, 0.0]])
+        >>> orthogonal(y, (1, 3))  # each row by itself: to RMS 1
+        tensor([[0.8911, 0.0000, 1.4852],
+                [0.0000, 1.7321, 0.0000]])
+    """
+    parts = to_blocks(y, block)
+    o = newton_schulz(parts).to(torch.float32)
+    return from_blocks(o / rms_of(o), tuple(y.shape))  # (14)
 
 
-def orthogonalize_(y: Tensor) -> None:
-    """Overwrite y with O, in y's dtype, without a float32 copy."""
-    o = newton_schulz(y)
-    torch.div(o, rms_of(o), out=y)
+def to_blocks(y: Tensor, block: tuple[int, int] | None) -> Tensor:
+    """Cut matrices (..., m, n) into blocks, row by row of them: (blocks, rows, columns)."""
+    if block is None:
+        return y
+    (m, n), (rows, cols) = y.shape[-2:], block
+    grid = y.reshape(-1, m // rows, rows, n // cols, cols)
+    return grid.transpose(2, 3).reshape(-1, rows, cols)
+
+
+def from_blocks(parts: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Undo `to_blocks`: put the blocks together to matrices of `shape`."""
+    (m, n), (rows, cols) = shape[-2:], parts.shape[-2:]
+    if (rows, cols) == (m, n):
+        return parts.reshape(shape)
+    grid = parts.reshape(-1, m // rows, n // cols, rows, cols)
+    return grid.transpose(2, 3).reshape(shape)
 
 
 def rms_of(o: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ package:
 
 Notation: W weight, G gradient, t step, R and C row and column factors of the second moment,
 U update, M momentum, RMS(x) = ||x|| / sqrt(numel). Tags such as `# (6)` are the equations of
-docs/rule.md; (11) to (13), the momentum, are in `momentum.py`.
+docs/rule.md; (11) to (13), the momentum, are in `momentum.py`, and (14) in `newton_schulz.py`.
 
 References:
     Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018: the
@@ -35,7 +35,7 @@ from maxfactor.rule.momentum import decode_momentum, encode_momentum, memory_of
 from maxfactor.rule.newton_schulz import orthogonal
 from maxfactor.rule.rounding import rounded
 from maxfactor.settings import FLOAT32_TINY
-from maxfactor.state import State, factoring, state_shapes
+from maxfactor.state import State, block_shape, factoring, state_shapes
 
 if TYPE_CHECKING:
     from maxfactor.settings import Settings, TensorRule
@@ -75,7 +75,8 @@ def step(param: Tensor, grad: Tensor, state: State, settings: Settings) -> Resul
     moments = second_moments(g, state, t, rule)  # (5)
     memories: State = {}
     if rule.is_filtered:
-        move, memories = filtered_move(g, moments, state, t, rule)
+        block = block_shape(tuple(param.shape), rule)
+        move, memories = filtered_move(g, moments, state, t, rule, block)
     else:
         move = published_move(g, moments, rule)
     w = w - (alpha * move).reshape(w.shape)
@@ -199,7 +200,12 @@ def directed(update: Tensor, rule: TensorRule) -> Tensor:
 
 
 def filtered_move(
-    g: Tensor, moments: State, state: State, t: Scalar, rule: TensorRule
+    g: Tensor,
+    moments: State,
+    state: State,
+    t: Scalar,
+    rule: TensorRule,
+    block: tuple[int, int] | None,
 ) -> tuple[Tensor, State]:
     """The move of W with momentum or in the orthogonal direction, and the new momentum state."""
     g = g.reshape(-1, g.shape[-1])  # a vector is one row
@@ -215,7 +221,7 @@ def filtered_move(
     if not rule.is_orthogonal:
         return directed(x, rule), memories
     white = mean.sqrt() * variance.clamp(min=rule.variance_floor).rsqrt()
-    return orthogonal(x * white), memories  # (9)
+    return orthogonal(x * white, block), memories
 
 
 def input_factor(mean_square: Tensor, mean: Tensor, rule: TensorRule) -> Tensor:

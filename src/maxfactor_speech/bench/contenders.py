@@ -75,6 +75,15 @@ def trained(name: str) -> Contender:
     return Contender(name, make)
 
 
+def with_heads(heads: int) -> Contender:
+    """Return the recipe "quality" with attention matrices in blocks of some heads."""
+
+    def make(model: Module) -> Steps:
+        return maxfactor.for_model(model, "quality", RELATIVE_LR, heads_per_block=heads)
+
+    return Contender(f"quality heads {heads}", make)
+
+
 BACKENDS = ("plain", "foreach", "fused")
 FAM = {"momentum": maxfactor.FAM()}
 FACTORED = {**FAM, "direction": "factored"}
@@ -107,6 +116,7 @@ def muon_for_all_matrices(model: Module) -> Steps:
 
 CONTENDERS = (
     *map(trained, names()),
+    *map(with_heads, (1, 4)),
     *(ours("MaxFactor", backend) for backend in BACKENDS),
     *(ours("MaxFactor", backend, "FAM", **FAM) for backend in BACKENDS),
     *(ours("MaxFactor", backend, "FAM factored", **FACTORED) for backend in BACKENDS),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
+HEAD = 64  # rows of an attention head
 FRAMES, TOKENS = 1500, 448  # positions of the encoder and of the decoder
 
 
@@ -82,6 +83,8 @@ def with_layers(params: Mapping[str, nn.Parameter]) -> nn.Module:
             if part not in dict(parent.named_children()):
                 parent.add_module(part, nn.Module())
             parent = parent.get_submodule(part)
+        if path[-1].endswith("_attn"):
+            vars(parent)["num_heads"] = max(2, param.shape[0] // HEAD)
         if layer not in dict(parent.named_children()):
             parent.add_module(layer, _layer(layer, tuple(param.shape)))
         parent.get_submodule(layer).register_parameter(kind, param)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -93,7 +93,7 @@ def make_optimizer(
     params = [param for param in model.parameters() if param.requires_grad]
     decay = 0.01 if weight_decay is None else weight_decay
     if name not in PEERS:
-        changes: dict[str, object] = {"capturable": capturable and find_spec("triton") is not None}
+        changes: dict[str, Any] = {"capturable": capturable and find_spec("triton") is not None}
         if weight_decay is not None:
             changes["weight_decay"] = weight_decay
         return [maxfactor.for_model(model, cast("maxfactor.RecipeName", name), lr, **changes)]

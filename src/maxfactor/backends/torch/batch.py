@@ -42,7 +42,7 @@ from maxfactor.rule.newton_schulz import orthogonal
 from maxfactor.rule.reference import Scalar, host_scalar, larger
 from maxfactor.rule.rounding import rounded
 from maxfactor.settings import FLOAT32_TINY
-from maxfactor.state import factoring
+from maxfactor.state import block_shape, factoring
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
@@ -91,10 +91,11 @@ class Batch:
         self.weights: Tensor | None = None  # as a batch, once they were read
         self.record: BatchRecord | None = None  # set in a recorded step
         self.exchanged: ExchangedMatrix | None = None
+        self.orthogonal_block = block_shape(tuple(first.param.shape), self.rule)
         if self.rule.is_orthogonal and self.everywhere:
             layout = factoring(tuple(first.param.shape), self.rule.factor)
             assert layout is not None
-            self.exchanged = ExchangedMatrix(first.param, layout)
+            self.exchanged = ExchangedMatrix(first.param, layout, self.orthogonal_block)
 
     def _find_shape(self) -> None:
         """Set the local shape (k, m, n), the whole matrix's m and n, and the dims of one tensor."""
@@ -360,7 +361,7 @@ class Batch:
     def _orthogonal_step(
         self, variance: Variance, mean: Tensor | None, total: Tensor, alpha: Scalar, keep: Scalar
     ) -> Generator[list[Reduction], list[Tensor], None]:
-        """Equations (10) to (13), then the orthogonal direction of (9), from whole matrices."""
+        """Equations (10) to (13), then the orthogonal direction of (14), from whole matrices."""
         assert mean is not None
         update = Update(self, variance, mean, total)
         rows = slice(0, self.shape[1])
@@ -371,7 +372,7 @@ class Batch:
             del y  # the exchange holds the only copy
         update.finish((yield update.reductions()))
         if self.exchanged is None:
-            move = orthogonal(y)
+            move = orthogonal(y, self.orthogonal_block)
         else:
             move = self.exchanged.whole().reshape(self.shape)
         self._write(rows, move.mul_(-alpha), keep)

@@ -30,7 +30,7 @@ def borrowed_bytes(inputs: Sequence[StepInput]) -> tuple[int, int]:
     plan = LaunchPlan(params, keys, [0] * (1 + max(each.group for each in params)))
     status = StepStatus([each.name for each in inputs], params[0].param.device)
     orthogonal = OrthogonalBatches(params, keys, plan, ON_DEVICE)
-    buffers = Buffers(plan, status, orthogonal.most_tiles)
+    buffers = Buffers(plan, status, orthogonal.most_tiles, orthogonal.most_blocks)
     kept = sum(tensor.nbytes for tensor in (*buffers.partials, *buffers.results))
     tables = 8 * sum(map(len, plan.matrices)) + 12 * len(plan.tasks)  # int64, three int32
     tables += 4 * (plan.tile_count + sum(group.block_count for group in plan.groups))

@@ -32,9 +32,12 @@ class Buffers:
         plan: The plan.
         status: The counters.
         batch_tiles: Most tiles of a batch of orthogonal matrices.
+        batch_blocks: Most blocks of a batch whose matrices are cut into blocks.
     """
 
-    def __init__(self, plan: LaunchPlan, status: StepStatus, batch_tiles: int) -> None:
+    def __init__(
+        self, plan: LaunchPlan, status: StepStatus, batch_tiles: int, batch_blocks: int
+    ) -> None:
         self.device, sizes, tiles = status.device, plan.sizes, plan.tile_count
         with_momentum = tiles if any(group.with_momentum for group in plan.groups) else 0
         self.partials = Partials(
@@ -47,6 +50,7 @@ class Buffers:
             update_squares=self._zeros(plan.block_count),
             unsigned=self._zeros(tiles, dtype=torch.int8),
             batch_sums=self._zeros(batch_tiles * Size.PARTS, len(BatchSum)),
+            block_squares=self._zeros(batch_blocks),
             measures=self._zeros(0, len(Measure)),
         )
         tensors = len(plan.first_matrix)

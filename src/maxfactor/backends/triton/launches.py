@@ -8,12 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from maxfactor.backends.triton.kernels.blocks import measure_blocks, normalize_blocks
 from maxfactor.backends.triton.kernels.directions import (
     add_parts_of_tiles,
     measure_directions,
     normalize,
 )
-from maxfactor.backends.triton.kernels.layout import FINALIZE_WARPS, TILE_WARPS, Size
+from maxfactor.backends.triton.kernels.layout import (
+    BLOCK_WARPS,
+    FINALIZE_WARPS,
+    RANGE,
+    TILE_WARPS,
+    Size,
+)
 from maxfactor.backends.triton.kernels.maxima import maxima, rescale
 from maxfactor.backends.triton.kernels.momentum import with_momentum
 from maxfactor.backends.triton.kernels.statistics import finalize, statistics
@@ -25,7 +32,7 @@ if TYPE_CHECKING:
 
     from maxfactor.backends.triton.buffers import Buffers
     from maxfactor.backends.triton.kernels.descriptors import Partials, Results, Spec, Tables
-    from maxfactor.backends.triton.orthogonal import Batch
+    from maxfactor.backends.triton.orthogonal import Batch, Memory
     from maxfactor.backends.triton.plan import LaunchGroup, LaunchPlan, TileRange
     from maxfactor.backends.triton.uploads import Uploads
     from maxfactor.backends.triton.workspace import Formats
@@ -57,6 +64,10 @@ class GroupLaunches:
     ) -> None:
         self.group = group
         self._spec, self._batch_spec = group.spec(formats), group.batch_spec(formats)
+        self._block_specs = {
+            "rows": group.batch_spec(formats, rows=True),
+            "columns": group.batch_spec(formats, columns=True),
+        }
         self._partials, self._results = partials, results
         self._block_matrix = uploads.to_device(repeat_values(group.blocks), torch.int32)
 
@@ -66,6 +77,9 @@ class GroupLaunches:
         other._partials = partials
         other._spec = self._spec._replace(records=True)
         other._batch_spec = self._batch_spec._replace(records=True)
+        other._block_specs = {
+            side: spec._replace(records=True) for side, spec in self._block_specs.items()
+        }
         return other
 
     def statistics(self, tables: Tables, signs: Tensor, scaling: Scaling, *, check: bool) -> None:
@@ -97,26 +111,56 @@ class GroupLaunches:
 
     # ----------------------------------------------------- a batch of orthogonal matrices
 
-    def begin_batch(self, tables: Tables, signs: Tensor, scaling: Scaling, batch: Batch) -> None:
+    def begin_batch(
+        self, tables: Tables, signs: Tensor, scaling: Scaling, batch: Batch, memory: Memory
+    ) -> None:
         """Write what is orthogonalised, with the norm and the dtype of the iteration."""
-        self._with_momentum(tables, signs, scaling, batch.tiles, self._batch_spec)
+        self._with_momentum(tables, signs, scaling, batch.tiles, self._spec_of(batch))
+        if batch.side is not None:
+            self._normalize_blocks(batch, memory)
+            return
         normalize[(batch.tiles.number * self._batch_spec.parts,)](
             tables, self._partials, self._results, batch.tiles.first, batch.shift, batch.norm,
             spec=self._batch_spec, **TILE_OPTIONS,
         )  # fmt: skip
 
-    def end_batch(self, tables: Tables, signs: Tensor, scaling: Scaling, batch: Batch) -> None:
+    def end_batch(
+        self, tables: Tables, signs: Tensor, scaling: Scaling, batch: Batch, memory: Memory
+    ) -> None:
         """Write the weights, from the result of the iteration."""
-        measure_directions[(batch.tiles.number * self._batch_spec.parts,)](
-            tables, self._partials, batch.tiles.first, spec=self._batch_spec, **TILE_OPTIONS
-        )
-        self._apply(tables, signs, scaling, batch.tiles, self._batch_spec, measure=False)
+        if batch.side is not None:
+            self._measure_blocks(batch, memory.o, 1.0)
+        else:
+            measure_directions[(batch.tiles.number * self._batch_spec.parts,)](
+                tables, self._partials, batch.tiles.first, spec=self._batch_spec, **TILE_OPTIONS
+            )
+        self._apply(tables, signs, scaling, batch.tiles, self._spec_of(batch), measure=False)
         self._add_parts(batch.tiles, measure=False)
 
     def measure_batch(self, tables: Tables, signs: Tensor, scaling: Scaling, batch: Batch) -> None:
         """Sums of squares of weights."""
         self._apply(tables, signs, scaling, batch.tiles, self._batch_spec, measure=True)
         self._add_parts(batch.tiles, measure=True)
+
+    def _spec_of(self, batch: Batch) -> Spec:
+        """What the kernels of a batch are compiled for."""
+        return self._batch_spec if batch.side is None else self._block_specs[batch.side]
+
+    def _normalize_blocks(self, batch: Batch, memory: Memory) -> None:
+        """Give each block the norm and the dtype of the iteration."""
+        self._measure_blocks(batch, memory.y, RANGE.value)
+        size = batch.layout.m * batch.layout.n
+        normalize_blocks[(batch.layout.matrices * ceil_div(size, Size.BLOCK_CHUNK),)](
+            memory.y, memory.x, self._partials.block_squares, self._results.counters,
+            size, batch.norm, num_warps=BLOCK_WARPS, **FUSION,
+        )  # fmt: skip
+
+    def _measure_blocks(self, batch: Batch, blocks: Tensor, unit: float) -> None:
+        """The sum of squares of each block, times `unit` squared."""
+        measure_blocks[(batch.layout.matrices,)](
+            blocks, self._partials.block_squares, self._results.counters,
+            batch.layout.m * batch.layout.n, unit, num_warps=BLOCK_WARPS, **FUSION,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------------ single launches
 

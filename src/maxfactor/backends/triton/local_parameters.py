@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from maxfactor.backends.triton.kernels.layout import Column, Flag, Size
 from maxfactor.backends.triton.settings_rows import flags_of
 from maxfactor.distributed.placement import first_index, local, local_tensor, shards_of
-from maxfactor.state import factoring
+from maxfactor.state import block_shape, factoring
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,6 +71,11 @@ class LocalParameter:
         whole = numel // width * width
         pieces = [Matrix(whole // width, width, 0), Matrix(1, numel - whole, whole)]
         return [piece for piece in pieces if piece.rows * piece.cols > 0]
+
+    @cached_property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns of the blocks that are orthogonalised one by one."""
+        return block_shape(self.whole, self.rule)
 
     @property
     def is_aligned(self) -> bool:

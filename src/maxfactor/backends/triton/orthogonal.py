@@ -33,6 +33,24 @@ if TYPE_CHECKING:
 
     from maxfactor.backends.triton.local_parameters import LocalParameter
     from maxfactor.backends.triton.plan import LaunchKey, LaunchPlan
+    from maxfactor.settings import BlockSide
+
+
+class Matrices(NamedTuple):
+    """The matrices of a tensor that are orthogonalised: one or several, or blocks of one."""
+
+    number: int
+    m: int
+    n: int
+    side: BlockSide | None = None  # along which a matrix is cut into blocks
+
+
+class Memory(NamedTuple):
+    """What is iterated in a batch, as one buffer: the same memory, but for `x` if steps are odd."""
+
+    y: Tensor  # what `with_momentum` writes
+    x: Tensor  # where the iteration begins
+    o: Tensor  # its result
 
 
 class Batch(NamedTuple):
@@ -42,6 +60,7 @@ class Batch(NamedTuple):
     owners: range
     tiles: TileRange
     layout: Layout
+    side: BlockSide | None = None  # along which its matrices are cut into blocks
 
     @property
     def shift(self) -> int:
@@ -75,6 +94,8 @@ class OrthogonalBatches:
         self.batches = list(self._batches(params, keys, plan))
         self.borrowed_bytes = max((each.layout.nbytes for each in self.batches), default=0)
         self.most_tiles = max((each.tiles.number for each in self.batches), default=0)
+        blocked = [each.layout.matrices for each in self.batches if each.side is not None]
+        self.most_blocks = max(blocked, default=0)
         self._buffer: Tensor | None = None
 
     def _batches(
@@ -85,9 +106,9 @@ class OrthogonalBatches:
         # Within windows, so that batches are the same if windows are stepped one by one.
         alike = groupby(
             orthogonal,
-            lambda owner: (keys[owner], params[owner].window, shape_of(params[owner])),
+            lambda owner: (keys[owner], params[owner].window, matrices_of(params[owner])),
         )
-        for (key, _, (each, m, n)), run in alike:
+        for (key, _, (each, m, n, side)), run in alike:
             owners = list(run)
             assert owners == list(range(owners[0], owners[-1] + 1)), "the plan keeps them together"
             first = owners[0]
@@ -98,6 +119,7 @@ class OrthogonalBatches:
                     owners=range(first, first + tensors),
                     tiles=TileRange(row[Column.OWNER_TILE], tensors * row[Column.OWNER_TILES]),
                     layout=layout(m, n, each * tensors, self.formats.o),
+                    side=side,
                 )
                 first += tensors
 
@@ -115,6 +137,14 @@ class OrthogonalBatches:
             end = start + len(batch.owners) * size * itemsize
             addresses[batch.owners.start : batch.owners.stop] = range(start, end, size * itemsize)
         return addresses
+
+    def memory_of(self, batch: Batch) -> Memory:
+        """Where the matrices of a batch are before, at the begin and after the iteration."""
+        assert self._buffer is not None
+        form = batch.layout
+        used = form.matrices * form.m * form.n
+        o, other = (self._buffer[first : first + used] for first in (0, form.matrix_space))
+        return Memory(o.view(self.formats.y), other if batch.shift else o, o)
 
     def iterate(self, batch: Batch) -> None:
         """Orthogonalise what `normalize` wrote; the result is where y was."""
@@ -137,10 +167,13 @@ def is_orthogonal(param: LocalParameter) -> bool:
     return bool(param.param.numel() and param.flags & Flag.ORTHOGONAL)
 
 
-def shape_of(param: LocalParameter) -> tuple[int, int, int]:
-    """The number of matrices of a tensor, and their rows and columns."""
+def matrices_of(param: LocalParameter) -> Matrices:
+    """The matrices of a tensor that are orthogonalised."""
     m, n, _ = param.matrices[0]
-    return len(param.matrices), m, n
+    if param.block is None:
+        return Matrices(len(param.matrices), m, n)
+    rows, cols = param.block
+    return Matrices((m // rows) * (n // cols), rows, cols, "rows" if cols == n else "columns")
 
 
 def view_as(flat: Tensor, count: int, m: int, n: int) -> Tensor:

@@ -94,11 +94,15 @@ class LaunchGroup:
         """Pieces that `apply` prefetches."""
         return APPLY_STAGES_GENERAL if self.general else APPLY_STAGES_SIGNED
 
-    def batch_spec(self, formats: Formats) -> Spec:
-        """What the kernels are compiled for in batches of orthogonal matrices."""
+    def batch_spec(self, formats: Formats, *, rows: bool = False, columns: bool = False) -> Spec:
+        """What the kernels are compiled for in batches of orthogonal matrices.
+
+        With `rows` or `columns`, of matrices that are cut into blocks of them.
+        """
         spec = self.spec(formats)
         # Neither signs nor maxima are needed, and settings refuse a full variance.
         spec = spec._replace(general=True, peaks=False, dense=False)
+        spec = spec._replace(row_blocks=rows, col_blocks=columns)
         return spec._replace(orthogonal=True, parts=int(Size.PARTS))
 
     def spec(self, formats: Formats) -> Spec:
@@ -264,6 +268,8 @@ class LaunchPlan:
 def columns_of(param: LocalParameter) -> dict[Column, int]:
     """What all matrices of a parameter have in common: its flags, size and state."""
     found = {Column.FLAGS: int(param.flags), Column.NUMEL: param.numel}
+    if param.block is not None:
+        found |= {Column.BLOCK_ROWS: param.block[0], Column.BLOCK_COLS: param.block[1]}
     columns = [Column.STEP, Column.MOMENTUM, Column.MOMENTUM_SCALE]
     for column in [*columns, Column.BAND_SUMS, Column.INITIAL_RMS]:
         if (key := column.name.lower()) in param.state:

@@ -84,7 +84,8 @@ class FusedStep:
         names = [each.name for each in ordered]
         self.status = StepStatus(names, self._device, status, waits=bool(ranks))
         self._orthogonal = OrthogonalBatches(params, keys, plan)
-        self._buffers = buffers = Buffers(plan, self.status, self._orthogonal.most_tiles)
+        most_tiles, most_blocks = self._orthogonal.most_tiles, self._orthogonal.most_blocks
+        self._buffers = buffers = Buffers(plan, self.status, most_tiles, most_blocks)
         self._totals: LocalTotals | RankTotals = LocalTotals(plan, buffers)
         if ranks:
             self._totals = RankTotals(step_io, order, plan, buffers, uploads, ranks)
@@ -207,9 +208,10 @@ class FusedStep:
             group.statistics(tables, signs, scaling, check=check)
         self._totals.finalize(tables, scaling)
         for group, batch in self._batches(launches):  # in the same memory, one after the other
-            group.begin_batch(tables, signs, scaling, batch)
+            memory = self._orthogonal.memory_of(batch)
+            group.begin_batch(tables, signs, scaling, batch, memory)
             self._orthogonal.iterate(batch)
-            group.end_batch(tables, signs, scaling, batch)
+            group.end_batch(tables, signs, scaling, batch, memory)
         for group in some:
             group.direction(tables, signs, scaling)
         self._totals.rescale(tables)

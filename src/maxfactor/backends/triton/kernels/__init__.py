@@ -22,6 +22,7 @@ need of whole tensors.
 Orthogonal matrices are filtered and applied batch by batch, before the others. In between,
 `directions.normalize` gives y its norm and dtype, `products.symmetric_product` does most of the
 iteration, and `directions.measure_directions` takes the size of the result, which `apply` reads.
+Matrices that are cut into blocks take the sizes of these: see `blocks`.
 
 Determinism: sums are taken in two stages in a fixed order. Maxima are integer atomics on the bits
 of floats that are not negative. Results repeat bit for bit.

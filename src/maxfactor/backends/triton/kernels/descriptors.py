@@ -38,6 +38,7 @@ class Partials(NamedTuple):
     update_squares: Tensor  # (blocks,) float32: U² before it is normalised
     unsigned: Tensor  # (tiles,) int8: 1 where the packed signs cannot be used
     batch_sums: Tensor  # (tiles of a batch * parts, BatchSum) float32
+    block_squares: Tensor  # (blocks of a batch,) float32: of y * RANGE, then of O
     measures: Tensor  # (tiles * parts, Measure) float32; empty unless the step is recorded
 
 
@@ -99,6 +100,13 @@ class Spec(NamedTuple):
     direct: bool  # W moves by y as it is, so `with_momentum` writes it
     parts: int  # programs that share a tile; several in a batch
     records: bool = False  # this is a recorded step
+    row_blocks: bool = False  # blocks of rows are orthogonalised one by one
+    col_blocks: bool = False  # blocks of columns
+
+    @property
+    def blocked(self) -> bool:
+        """Whether blocks are orthogonalised one by one."""
+        return self.row_blocks or self.col_blocks
 
     @property
     def signed(self) -> bool:
@@ -127,6 +135,14 @@ class RowsOfG(NamedTuple):
     rows: Any  # indices, int32
     m: Any  # rows of the matrix
     n: Any  # columns of the matrix
+
+
+class BlockGrid(NamedTuple):
+    """How a matrix is cut into blocks."""
+
+    rows: Any  # of a block
+    cols: Any  # of a block
+    squares: Any  # pointer to the sums of squares of its blocks
 
 
 class TileSpan(NamedTuple):

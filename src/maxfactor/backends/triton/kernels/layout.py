@@ -38,6 +38,7 @@ class Size(IntEnum):
     PARTS = 2 if INTERPRETED else 4  # of a tile in a batch, whose launches have few tiles
     TILE_ROWS = PIECE_ROWS * PIECES
     CHUNK = COLUMNS
+    BLOCK_CHUNK = 64 if INTERPRETED else 2048  # elements of a block at a time
     PARTS_AT_ONCE = 8  # partial sums that `finalize` adds at a time
     BUNDLE = 8  # adjacent columns that `maxima` reads at a time
     STRIPS_AT_ONCE = 8  # strips whose peaks `maxima` compares at a time
@@ -49,6 +50,7 @@ class Size(IntEnum):
 
 # One warp per tile: sums over a row stay within the warp, sums over a column within a thread.
 TILE_WARPS, FINALIZE_WARPS = 1, 2
+BLOCK_WARPS = 4
 # Pieces that are prefetched from memory.
 STATISTICS_STAGES = tl.constexpr(4)
 MAXIMA_STAGES = tl.constexpr(3)
@@ -61,6 +63,7 @@ PIECE_ROWS = tl.constexpr(int(Size.PIECE_ROWS))
 TILE_ROWS = tl.constexpr(int(Size.TILE_ROWS))
 CHUNK = tl.constexpr(int(Size.CHUNK))
 PARTS = tl.constexpr(int(Size.PARTS))
+BLOCK_CHUNK = tl.constexpr(int(Size.BLOCK_CHUNK))
 PARTS_AT_ONCE = tl.constexpr(int(Size.PARTS_AT_ONCE))
 BUNDLE = tl.constexpr(int(Size.BUNDLE))
 STRIPS_AT_ONCE = tl.constexpr(int(Size.STRIPS_AT_ONCE))
@@ -125,6 +128,8 @@ class Column(FromZero):
     ROWS = auto()
     COLS = auto()
     NUMEL = auto()  # of the whole tensor
+    BLOCK_ROWS = auto()  # of the blocks that are orthogonalised one by one; 0: no blocks
+    BLOCK_COLS = auto()
     START = auto()  # position of the first element in the local tensor
     ALL_ROWS = auto()  # of the whole matrix, of which this may be a shard
     ALL_COLS = auto()

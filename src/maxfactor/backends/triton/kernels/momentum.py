@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from maxfactor.backends.triton.kernels.blocks import grid_of, store_to_blocks
 from maxfactor.backends.triton.kernels.descriptors import Noise, StoredMomentum, Target
 from maxfactor.backends.triton.kernels.layout import (
     ADDRESS,
@@ -123,6 +124,8 @@ def with_momentum(
     divisor, root_of_floor = tl.maximum(mean, TINY), inverse_root(floor)
     stored = stored_momentum(entry, spec.store)
     y_pointer = address_of(tables.pointers, entry, ADDRESS.ORTHOGONAL, spec.y_dtype)
+    if spec.col_blocks:
+        grid = grid_of(entry, partials.block_squares, first_tile)
     place = results.row_max + tl.load(entry + COLUMN.ROW_SPACE)
     root_of_mean = tl.sqrt_rn(mean)
     if spec.direct:
@@ -165,7 +168,10 @@ def with_momentum(
             y = momentum * gain + share * x  # (13)
         if spec.orthogonal:
             y *= roots * root_of_mean
-            store_tile(y_pointer, y, piece, spec.y_dtype, spec.aligned)
+            if spec.col_blocks:
+                store_to_blocks(y_pointer, y, piece, grid, spec.y_dtype)
+            else:
+                store_tile(y_pointer, y, piece, spec.y_dtype, spec.aligned)
             total += tl.sum((y * RANGE) * (y * RANGE), axis=0)
         else:
             if spec.peaks:

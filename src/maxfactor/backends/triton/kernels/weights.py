@@ -5,6 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from maxfactor.backends.triton.kernels.blocks import (
+    grid_of,
+    inverse_rms_of_blocks,
+    load_from_blocks,
+)
 from maxfactor.backends.triton.kernels.descriptors import MatrixEntry, Noise, StepSize, Target
 from maxfactor.backends.triton.kernels.directions import inverse_rms
 from maxfactor.backends.triton.kernels.layout import (
@@ -113,6 +118,9 @@ def apply(
     if not spec.momentum:  # which negates G itself, as M keeps it
         if (flags & FLAG.MAXIMIZE) != 0:
             scale = -scale
+    grid = 0
+    if spec.blocked:
+        grid = grid_of(entry, partials.block_squares, first_tile)
     by_signs = False
     if spec.signed:
         dense = spec.dense and (flags & FLAG.DENSE) != 0
@@ -121,8 +129,10 @@ def apply(
         total = measure_weights(target, STAGES, spec)
     elif spec.orthogonal:
         pointer = address_of(tables.pointers, entry, ADDRESS.ORTHOGONAL, spec.o_dtype)
-        scale = alpha * inverse_rms(entry, partials.batch_sums, first_tile, m, n, spec.parts)
-        total = move_by_direction(target, pointer, scale, STAGES, spec)
+        scale = alpha
+        if not spec.blocked:
+            scale *= inverse_rms(entry, partials.batch_sums, first_tile, m, n, spec.parts)
+        total = move_by_direction(target, pointer, scale, grid, STAGES, spec)
     elif by_signs:
         signs = tl.load(sign_places(sign_bits, tile)).to(tl.uint32, bitcast=True)
         total = move_by_signs(target, signs, place, scale, STAGES, spec)
@@ -176,14 +186,29 @@ def move_by_signs(target, signs, row_max, scale, STAGES: tl.constexpr, spec: tl.
 
 
 @triton.jit
-def move_by_direction(target, pointer, scale, STAGES: tl.constexpr, spec: tl.constexpr):
-    """Move a tile by an orthogonal direction; sums of the new W², by column."""
+def move_by_direction(target, pointer, scale, grid, STAGES: tl.constexpr, spec: tl.constexpr):
+    """Move a tile by an orthogonal direction; sums of the new W², by column.
+
+    `grid` is a `BlockGrid` if the matrix is cut into blocks, each with a size of its own.
+    """
+    cols = target.span.cols
+    if spec.col_blocks:
+        col_scale = scale * inverse_rms_of_blocks(grid, cols // grid.cols, cols < target.n)
     total = tl.zeros([COLUMNS], tl.float32)
     changes, lost = tl.zeros_like(total), tl.zeros_like(total)
     for number in tl.range(0, target.span.pieces, num_stages=STAGES):
         piece = piece_of(target.span, number, target.m, target.n)
         w = load_tile(target.pointer, piece, spec.p_dtype, spec.aligned)
-        move = load_tile(pointer, piece, spec.o_dtype, spec.aligned) * scale
+        if spec.col_blocks:
+            move = load_from_blocks(pointer, piece, grid, spec.o_dtype) * col_scale[None, :]
+        else:
+            move = load_tile(pointer, piece, spec.o_dtype, spec.aligned)
+            if spec.row_blocks:
+                rows = piece.rows
+                inverse = inverse_rms_of_blocks(grid, rows // grid.rows, rows < target.m)
+                move *= (scale * inverse)[:, None]
+            else:
+                move *= scale
         new = write_weights(target, w, move, piece, spec.p_dtype, spec.aligned)
         if spec.records:
             change, few = change_of(target, w, move, new, piece, spec.p_dtype)
