@@ -54,6 +54,14 @@ def pytest_report_header() -> list[str]:
     return [missing] if MISSING else []
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many examples the property tests ran; they come from all workers."""
+    reports = terminalreporter.stats.get("passed", [])
+    counts = [n for each in reports for name, n in each.user_properties if name == "examples"]
+    if counts:
+        terminalreporter.write_line(f"{sum(counts)} examples of {len(counts)} properties")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Send all tests of a file that starts its own processes to one worker.
