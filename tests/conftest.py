@@ -43,6 +43,7 @@ ON_ONE_WORKER = (
     "test_speech_parallel.py",
     "test_speech_small_memory.py",
     "test_suite.py",
+    "test_torch_database.py",
     "test_trainers.py",
 )
 collect_ignore_glob = ["test_benchmarks.py", "test_speech_*.py"] if MISSING else []
