@@ -438,7 +438,7 @@ def test_cuda_check(backend: str) -> None:
 def test_tensors_of_one_shape_that_are_batches_of_matrices(cls: type[Any], backend: str) -> None:
     """With factor="last" each tensor is a batch of its own; together they equal each alone."""
     case = problem((2, 4, 3), steps=2)
-    params = [torch.nn.Parameter(case.weight.clone()) for _ in range(3)]
+    params: list[Tensor] = [torch.nn.Parameter(case.weight.clone()) for _ in range(3)]
     optimizers = [
         make(cls, params[:2], backend, factor="last"),
         make(cls, params[2:], backend, factor="last"),

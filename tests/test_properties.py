@@ -288,7 +288,10 @@ def test_torch_operations_equal_the_reference(counter: Counter) -> None:
 
 
 # Triton's interpreter cuts bfloat16 off instead of rounding it.
-REPLACED_FOR_KERNELS = {"momentum_dtype": {"bf16": "fp32"}, "rounding": {"nearest": None}}
+REPLACED_FOR_KERNELS: dict[str, dict[str, Any]] = {
+    "momentum_dtype": {"bf16": "fp32"},
+    "rounding": {"nearest": None},
+}
 
 
 def test_kernels_equal_the_reference(counter: Counter) -> None:
