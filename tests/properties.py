@@ -26,7 +26,8 @@ from maxfactor.optimizer import FactoredOptimizer
 # ------------------------------------------------------------------- what is known not to hold yet
 # Widen these where the library has been mended.
 
-LARGEST_WEIGHT_POWER = 40  # of two, at the start; weights of 2^64 and more overflow when squared
+LARGEST_WEIGHT = 2.0**60  # at any time; weights of 2^64 and more overflow when they are squared
+LARGEST_WEIGHT_POWER = 40  # of two, at the start
 LARGEST_GRADIENT_POWER = 56  # gradients of 2^64 and more overflow when squared
 SMALLEST_COMPARED_POWER = -50  # of gradients; backends differ where |G| / sqrt(V) is below 2^-63
 EXPANDED_PARAMETERS_ARE_REFUSED = False  # before the counters have moved, with a sentence
@@ -419,8 +420,8 @@ def rounding_errors(weight: Tensor, result: Tensor, expected: Expected) -> Tenso
 
 def may_overflow(param: Tensor, expected: Expected) -> bool:
     """Whether a step could leave the range of the parameter's dtype, or of squares in float32."""
-    most = min(torch.finfo(param.dtype).max, 2.0**62)
+    most = min(torch.finfo(param.dtype).max / 4, LARGEST_WEIGHT)
     if expected.entry == float("inf"):
         return param.dtype == torch.float16
     largest = float(param.abs().max()) if param.numel() else 0.0
-    return largest + expected.entry > most / 4
+    return largest * max(1.0, abs(expected.keep)) + expected.entry > most
