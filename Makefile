@@ -10,13 +10,18 @@ CORE := $(addprefix tests/test_,adafactor.py bad_input.py checkpoint.py defects.
 # A test that hangs is named and ends its worker; the others go on.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --timeout 300 --timeout-method thread
 
-.PHONY: check test demo docs test-gpu lint install clean
+MINUTES ?= 0
+
+.PHONY: check test fuzz demo docs test-gpu lint install clean
 
 check: lint  ## for daily work, 90 seconds: lint, types, contracts, a fast core of the tests
 	$(PYTEST) $(CORE)
 
 test: lint  ## everything: what CI runs
 	$(PYTEST)
+
+fuzz: install  ## the property tests with random seeds, for MINUTES=10 or until Ctrl-C
+	$(BIN)/python tests/fuzz.py --minutes $(MINUTES)
 
 lint: install  ## style, types, and contracts between packages
 	$(BIN)/ruff check

@@ -69,7 +69,7 @@ def same_step(
     untouched: Tensor,
     state: dict[str, Tensor],
     expected: rule.Result,
-    checked: MaxFactorSettings,
+    checked: Settings,
     noise: float,
     what: str,
 ) -> None:

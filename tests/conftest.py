@@ -43,6 +43,7 @@ ON_ONE_WORKER = (
     "test_speech_parallel.py",
     "test_speech_small_memory.py",
     "test_suite.py",
+    "test_torch_database.py",
     "test_trainers.py",
 )
 collect_ignore_glob = ["test_benchmarks.py", "test_speech_*.py"] if MISSING else []
@@ -52,6 +53,14 @@ def pytest_report_header() -> list[str]:
     """Say what is left out."""
     missing = f"no {', '.join(MISSING)}: left out are {', '.join(collect_ignore_glob)}"
     return [missing] if MISSING else []
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many examples the property tests ran; they come from all workers."""
+    reports = terminalreporter.stats.get("passed", [])
+    counts = [n for each in reports for name, n in each.user_properties if name == "examples"]
+    if counts:
+        terminalreporter.write_line(f"{sum(counts)} examples of {len(counts)} properties")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -432,3 +432,33 @@ def test_cuda_check(backend: str) -> None:
     before = [param.clone() for param in params]
     assert torch_step.step(works, check=True, foreach=backend == "foreach").nonfinite == ["p1"]
     assert all(torch.equal(old, new) for old, new in zip(before, params, strict=True))
+
+
+@pytest.mark.parametrize("cls", [MaxFactor, Adafactor])
+def test_tensors_of_one_shape_that_are_batches_of_matrices(cls: type[Any], backend: str) -> None:
+    """With factor="last" each tensor is a batch of its own; together they equal each alone."""
+    case = problem((2, 4, 3), steps=2)
+    params: list[Tensor] = [torch.nn.Parameter(case.weight.clone()) for _ in range(3)]
+    optimizers = [
+        make(cls, params[:2], backend, factor="last"),
+        make(cls, params[2:], backend, factor="last"),
+    ]
+    for grad in case.grads:
+        for param in params:
+            param.grad = grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(params[0], params[2])
+    assert torch.equal(params[1], params[2])
+
+
+@pytest.mark.parametrize("execution", [{"fused": False}, {"foreach": True}, {"fused": True}])
+def test_a_skipped_step_is_not_counted_for_empty_parameters(execution: dict[str, Any]) -> None:
+    full, empty = torch.nn.Parameter(torch.ones(3, 2)), torch.nn.Parameter(torch.ones(0, 2))
+    optimizer = MaxFactor([full, empty], **execution)
+    full.grad, empty.grad = torch.ones(3, 2), torch.ones(0, 2)
+    optimizer.step()
+    full.grad[0, 0] = math.nan
+    optimizer.step()
+    assert optimizer.skipped == 1
+    assert [float(optimizer.state[param]["step"]) for param in (full, empty)] == [1.0, 1.0]

@@ -20,6 +20,7 @@ from maxfactor.distributed.placement import is_sharded
 from maxfactor.distributed.reductions import Reduction, process_groups, reduce_all
 from maxfactor.rule.newton_schulz import orthogonal
 from maxfactor.rule.reference import Scalar, host_scalar
+from maxfactor.state import factoring
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,15 +50,21 @@ def step(
     grads = [each.grad for each in inputs]
     if any(is_sharded(each.param) for each in inputs):
         grads = local_gradients(inputs)
-    for each in inputs:
-        if each.param.numel() == 0:
-            each.state["step"].add_(1.0)
     batches = sort_into_batches(inputs, grads, foreach=foreach, shared=not groups)
     if groups:
-        return run_on_all(list(batches), inputs, groups, check=check)
-    if not records:
-        return run_alone(batches, inputs, check=check)
-    measured = list(batches)
+        result = run_on_all(list(batches), inputs, groups, check=check)
+    elif records:
+        result = run_recorded(list(batches), inputs, check=check)
+    else:
+        result = run_alone(batches, inputs, check=check)
+    for each in [] if result.nonfinite else inputs:
+        if each.param.numel() == 0:  # in no batch
+            each.state["step"].add_(1.0)
+    return result
+
+
+def run_recorded(measured: list[Batch], inputs: Sequence[StepInput], *, check: bool) -> StepResult:
+    """Run the rounds in one process, and measure what they do."""
     for batch in measured:
         batch.record = BatchRecord(len(batch.inputs))
     result = run_alone(iter(measured), inputs, check=check)
@@ -83,7 +90,8 @@ def sort_into_batches(
             each.param.shape, each.group, each.window, each.param.dtype, grads[index].dtype,
             each.param.device,
         )  # fmt: skip
-        if is_sharded(each.param) or not (foreach or is_batched(each)):
+        is_alone = is_sharded(each.param) or is_batch_of_matrices(each)
+        if is_alone or not (foreach or is_batched(each)):
             key = (index,)
         when = "device" if isinstance(count, Tensor) else count
         alike.setdefault((when, key), []).append(index)
@@ -94,6 +102,12 @@ def sort_into_batches(
             t = device_count(members) if count == "device" else count
             buffers = scratch if shared else Scratch()
             yield Batch(members, [grads[i] for i in chunk], t + 1, block, buffers)
+
+
+def is_batch_of_matrices(each: StepInput) -> bool:
+    """Whether a tensor fills a batch by itself: with factor="last" it is many matrices."""
+    layout = factoring(tuple(each.param.shape), each.rule.factor)
+    return layout is not None and len(layout.matrix) > 2
 
 
 def is_batched(each: StepInput) -> bool:
