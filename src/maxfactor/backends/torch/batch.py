@@ -41,7 +41,7 @@ from maxfactor.rule.momentum import memory_of
 from maxfactor.rule.newton_schulz import orthogonal
 from maxfactor.rule.reference import Scalar, host_scalar, larger
 from maxfactor.rule.rounding import rounded
-from maxfactor.settings import FLOAT32_TINY
+from maxfactor.settings import FLOAT32_MAX, FLOAT32_TINY
 from maxfactor.state import factoring
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     Rounds = Generator[list[Reduction], list[Tensor], list[Scalar]]
     Variance = DenseVariance | FactoredVariance
 
-FLOAT32_MAX = torch.finfo(torch.float32).max
 SMALL = 1 << 15  # elements; below, the overhead of a call exceeds a pass over the tensor
 
 
