@@ -549,7 +549,8 @@ class FactoredOptimizer(Optimizer):
             self.register_load_state_dict_pre_hook(check),
             self.register_load_state_dict_post_hook(restore, prepend=True),
         )
-        before = dict(self.__dict__)  # torch makes new groups and states, and keeps the old ones
+        # Torch makes new groups and states, and keeps the old ones; it only adds to the defaults.
+        before = {**self.__dict__, "defaults": dict(self.defaults)}
         try:
             super().load_state_dict(state_dict)
         except BaseException:  # of a user's hook, too

@@ -379,7 +379,9 @@ class MaxFactorSettings(Settings):
             nesterov=check_flag("nesterov", self.nesterov),
             direction=check_choice("direction", self.direction, get_args(Direction)),
             scale=check_choice("scale", self.scale, get_args(Scale)),
-            switches=from_mapping(Switches, self.switches or {}, "switches"),
+            switches=from_mapping(
+                Switches, {} if self.switches is None else self.switches, "switches"
+            ),
         )
         self._check_momentum_dtype()
         self._check_lookahead()
