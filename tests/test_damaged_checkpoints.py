@@ -265,6 +265,6 @@ def test_foreign_checkpoints_change_nothing(name: str) -> None:
         param.grad = torch.ones_like(param)
     foreign.step()
     before = snapshot(optimizer)
-    with pytest.raises(ValueError, match="was saved by another optimizer, not by maxfactor.MaxF"):
+    with pytest.raises(ValueError, match=r"was saved by another optimizer, not by maxfactor\.MaxF"):
         optimizer.load_state_dict(foreign.state_dict())
     assert snapshot(optimizer) == before

@@ -29,6 +29,7 @@ from maxfactor.backends.triton.kernels.layout import (
     Flag,
     GradientSum,
     RowSum,
+    Square,
     UpdateSum,
 )
 from maxfactor.backends.triton.kernels.shards import (
@@ -95,12 +96,12 @@ class RankTotals:
         self._uncounted = uncounted_steps(plan, [step_io[index] for index in order])
 
     def _allocate(self, plan: LaunchPlan, buffers: Buffers) -> dict[str, int]:
-        """Allocate the sums that are sent; return where the parts of their buffer begin."""
+        """Allocate the sums that are sent; return where the parts of their buffers begin."""
         tensors, matrices = self._tensors, len(plan.matrices)
         sizes = {
             "rows": sum(row[Column.ROWS] for row in plan.matrices),
             "cols": sum(row[Column.COLS] for row in plan.matrices),
-            "weights": tensors,
+            "weights": tensors * len(Square),
             "gradients": tensors * len(GradientSum),
             "matrices": matrices * len(RowSum),
         }
@@ -108,20 +109,23 @@ class RankTotals:
         _, _, weights, gradients, self._matrix_sums = totals.split(list(sizes.values()))
         chunk_sums = totals.new_zeros(plan.sizes.row_chunks, len(RowSum))
         self._sums = RankSums(totals, weights, gradients, chunk_sums)
-        self._update_sums = totals.new_zeros(tensors, len(UpdateSum))
+        parts = [tensors * len(UpdateSum), tensors * len(Square)]
+        self._updates = totals.new_zeros(sum(parts))
+        self._update_sums, self._update_squares = self._updates.split(parts)
         # What `finalize` and `rescale` read and write in place of the partial sums.
         self._partials = buffers.partials
         self._totals = buffers.partials._replace(
             row_squares=totals,
             col_squares=totals,
             weight_squares=weights,
-            update_squares=self._update_sums,
+            update_squares=self._update_squares,
             update_sums=self._update_sums,
         )
         # `finalize` writes sums of R by chunk; the other kernels read one sum per matrix.
         self._by_chunk = buffers.results
         self.results = buffers.results._replace(row_var_sums=totals.new_zeros(matrices))
-        return dict(zip(sizes, accumulate([0, *sizes.values()]), strict=False))
+        starts = dict(zip(sizes, accumulate([0, *sizes.values()]), strict=False))
+        return starts | {"updates": parts[0]}
 
     def _list_tensors(self, plan: LaunchPlan, uploads: Uploads) -> None:
         """List the tensors with a tile on this rank, and the matrices that need a mean."""
@@ -179,10 +183,12 @@ class RankTotals:
         """Round 3, and `rescale`."""
         results, messages = self.results, self._messages
         if messages.rescales:
-            add_updates[(self._tensors,)](tables, self._partials, self._update_sums)
+            add_updates[(self._tensors,)](
+                tables, self._partials, self._update_sums, self._update_squares
+            )
         maxima = [(messages.max_updates, as_floats(results.update_max))]
         maxima += [(messages.max_by_row, as_floats(results.row_max))]
-        sums = (messages.update_sums, self._update_sums.view(-1))
+        sums = (messages.update_sums, self._updates)
         exchange([*maxima, sums], self._groups)
         if messages.rescales:
             combined_tables = tables._replace(matrices=self._combined)
@@ -210,8 +216,7 @@ def combined_rows(plan: LaunchPlan, starts: dict[str, int]) -> list[list[int]]:
         row_part, col_part = row_part + row[Column.ROWS], col_part + row[Column.COLS]
         row[Column.STRIPS] = row[Column.DOWN] = 1
         row[Column.OWNER_TILE], row[Column.OWNER_TILES] = owner, int(row[Column.NUMEL] > 0)
-        row[Column.OWNER_BLOCK] = owner * len(UpdateSum) + UpdateSum.YY
-        row[Column.OWNER_BLOCKS] = 1
+        row[Column.OWNER_BLOCK], row[Column.OWNER_BLOCKS] = owner, 1
     return table
 
 

@@ -218,7 +218,17 @@ class BatchSum(FromZero):
     XM = auto()
     XX = auto()
     SQUARES = auto()  # (y * RANGE)², and from `measure_directions` on O²
-    WEIGHTS = auto()  # W²
+    WEIGHTS = auto()  # W², in the order of `Square`
+    LARGE_WEIGHTS = auto()
+    SMALL_WEIGHTS = auto()
+
+
+class Square(FromZero):
+    """Parts of a sum of squares, see `rule/squares.py`."""
+
+    USUAL = auto()
+    LARGE = auto()
+    SMALL = auto()
 
 
 class Measure(FromZero):
@@ -309,6 +319,7 @@ SCALAR = DeviceEnum(Scalar)
 GRADIENT_SUM = DeviceEnum(GradientSum)
 UPDATE_SUM = DeviceEnum(UpdateSum)
 BATCH_SUM = DeviceEnum(BatchSum)
+SQUARE = DeviceEnum(Square)
 MEASURE = DeviceEnum(Measure)
 ROW_SUM = DeviceEnum(RowSum)
 EXTREME = DeviceEnum(Extreme)

@@ -28,6 +28,7 @@ from maxfactor.backends.triton.kernels.layout import (
     TILE_ROWS,
 )
 from maxfactor.backends.triton.kernels.momentum import momentum_scalars
+from maxfactor.backends.triton.kernels.squares import root_of
 from maxfactor.backends.triton.kernels.tiles import (
     address_of,
     append_signs,
@@ -36,7 +37,6 @@ from maxfactor.backends.triton.kernels.tiles import (
     load_tile,
     sign_places,
     sum_down,
-    sum_of,
 )
 from maxfactor.backends.triton.kernels.variance import dense_variance, statistic_weight
 
@@ -251,9 +251,9 @@ def tensor_scalars(entry, setting, weight_squares, scalars, skip):
     """Step size, decay and momentum coefficients of one tensor: (2), (3), (4), (11)."""
     flags = tl.load(entry + COLUMN.FLAGS)
     first, count = tl.load(entry + COLUMN.OWNER_TILE), tl.load(entry + COLUMN.OWNER_TILES)
-    mean = sum_of(weight_squares, first, count) / tl.load(entry + COLUMN.NUMEL).to(tl.float32)
+    numel = tl.load(entry + COLUMN.NUMEL).to(tl.float32)
     t = tl.load(tl.load(entry + COLUMN.STEP).to(tl.pointer_type(tl.float32))) + 1.0
-    size = tl.sqrt_rn(mean)
+    size = root_of(weight_squares, first, count, numel, 1.0)
     if (flags & FLAG.INITIAL) != 0:
         initial = tl.load(entry + COLUMN.INITIAL_RMS).to(tl.pointer_type(tl.float32))
         at_first = tl.load(initial)
