@@ -161,6 +161,15 @@ def damaged_at(value: Any, path: tuple[Any, ...], damage: str | None) -> Any:
     return None if rest and new is None else result
 
 
+def refusal(optimizer: torch.optim.Optimizer, saved: Any) -> str | None:
+    """The sentence by which a checkpoint is refused; None if it loads."""
+    try:
+        optimizer.load_state_dict(saved)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 @pytest.mark.parametrize("rule", ["published", "fam int8", "adafactor"])
 def test_a_load_that_fails_anywhere_changes_nothing(rule: str) -> None:
     """Each entry in turn is deleted or replaced by something else.
@@ -177,10 +186,9 @@ def test_a_load_that_fails_anywhere_changes_nothing(rule: str) -> None:
             spoilt = damaged_at(saved, path, damage)
             if spoilt is None:
                 continue
-            try:
-                optimizer.load_state_dict(spoilt)
-            except ValueError as error:
-                assert "checkpoint" in str(error), (path, damage)
+            reason = refusal(optimizer, spoilt)
+            if reason is not None:
+                assert "checkpoint" in reason, (path, damage)
                 assert snapshot(optimizer) == before, (path, damage)
                 refused += 1
             else:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from maxfactor.backends.guard import NOT_FINITE, OVERFLOWS
 from maxfactor.backends.triton.kernels.descriptors import RankSums
 from maxfactor.backends.triton.kernels.layout import (
     FINALIZE_WARPS,
@@ -55,6 +56,9 @@ if TYPE_CHECKING:
     from maxfactor.backends.triton.launches import Scaling
     from maxfactor.backends.triton.plan import LaunchPlan
     from maxfactor.backends.triton.uploads import Uploads
+
+
+OUTWEIGHS = 1 << 20  # more than there are ranks, and exact in float32
 
 
 class RankTotals:
@@ -169,14 +173,19 @@ class RankTotals:
         """Round 1. All groups learn whether the step is skipped, and why."""
         results, totals = self.results, self._sums.squares
         seen = results.counters[Counter.SEEN : Counter.SEEN + 1]
-        flags = torch.cat([seen, results.nonfinite[self._in_order]]).to(torch.float32)
+        # A sum of marks shows the worst of them: one of a gradient that is not finite outweighs
+        # those of all other ranks.
+        marks = results.nonfinite[self._in_order]
+        marks = torch.where(marks == NOT_FINITE, OUTWEIGHS, marks)
+        flags = torch.cat([seen, marks]).to(torch.float32)
         flags = torch.cat([found_inf.reshape(1).to(torch.float32), flags])
         shares = [*self._messages.sums.shares(totals), Reduction(flags, self._groups)]
         *values, flags = reduce_all(shares, self._groups)
         self._messages.sums.take(totals, values)
         raised = (flags > 0.0).to(torch.int32)
         seen.copy_(raised[1:2])
-        results.nonfinite[self._in_order] = raised[2:]
+        worst = (flags >= OUTWEIGHS).to(torch.int32) * (NOT_FINITE - OVERFLOWS)
+        results.nonfinite[self._in_order] = raised[2:] * OVERFLOWS + worst[2:]
         return flags[:1]
 
     def rescale(self, tables: Tables) -> None:

@@ -50,7 +50,7 @@ class Results(NamedTuple):
     row_max: Tensor  # (rows,) int32: max |U| of each row
     update_max: Tensor  # (tensors,) int32: max |U|
     scalars: Tensor  # (tensors, Scalar) float32
-    nonfinite: Tensor  # (tensors,) int32: 1 where the gradient was not finite
+    nonfinite: Tensor  # (tensors,) int32: marks of gradients that stop the step, see `guard`
     counters: Tensor  # (Counter,) int32
 
 

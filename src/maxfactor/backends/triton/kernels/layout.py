@@ -68,6 +68,7 @@ MOMENTUM_BLOCK = tl.constexpr(int(Size.MOMENTUM_BLOCK))
 
 INFINITY_BITS = tl.constexpr(0x7F800000)  # of a float32
 TINY = tl.constexpr(1.1754943508222875e-38)  # smallest normal float32
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 # What y is multiplied by before it is squared: values from 1e-28 to 1e7 count. Larger ones do not
 # occur, because x is divided by the size of G; smaller ones do, next to `VARIANCE_FLOOR`.
 RANGE = tl.constexpr(1073741824.0)  # 2^30
