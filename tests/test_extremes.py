@@ -135,9 +135,7 @@ def test_norms_by_row_need_no_reading(scale: float, dtype: torch.dtype) -> None:
     exact = (x.double() * factor.double()).square().sum(-1).sqrt()
     for parts in (without, read):
         root = squares.root_of(parts)
-        torch.testing.assert_close(
-            root.factor.double() * root.unit.double(), exact, rtol=1e-5, atol=0
-        )
+        torch.testing.assert_close(root.factor.double() * root.unit, exact, rtol=1e-5, atol=0)
     if scale == 1.0:
         torch.testing.assert_close(without, read, rtol=1e-6, atol=0.0)
 

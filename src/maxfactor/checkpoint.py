@@ -259,10 +259,11 @@ def _check_range(part: Part, low: float, high: float) -> None:
 
 def check_unchanged(name: str, param: Tensor, state: State, rule: TensorRule) -> None:
     """Refuse settings that no longer fit the state of earlier steps."""
+    device = param.device
     for key, value in state.items():
-        if key != "step" and value.device != param.device:
+        if value.device != device and key != "step":
             raise RuntimeError(
-                f"parameter {name!r} is on {param.device}, but its {key} of earlier steps is on "
+                f"parameter {name!r} is on {device}, but its {key} of earlier steps is on "
                 f"{value.device}; call optimizer.load_state_dict(optimizer.state_dict()) after "
                 "the model was moved"
             )

@@ -21,7 +21,7 @@ from maxfactor.backends.step_io import GroupStep, StepInput
 from maxfactor.checkpoint import MARK, STATE_FORMAT
 from maxfactor.description import Description, describe_group
 from maxfactor.distributed.gradients import all_zero
-from maxfactor.distributed.placement import is_sharded, local, overlaps
+from maxfactor.distributed.placement import is_sharded, local_tensor, overlaps
 from maxfactor.rule.reference import host_scalar
 from maxfactor.settings import (
     ADAFACTOR_MAX_STEP,
@@ -703,7 +703,7 @@ def _check_memory(name: str, param: Tensor) -> None:
 
 
 def _check_overlap(name: str, param: Tensor) -> None:
-    if overlaps(local(param)):
+    if overlaps(local_tensor(param)):
         raise ValueError(
             f"several elements of parameter {name!r} {tuple(param.shape)} share one place in "
             f"memory (strides {param.stride()}), as after expand(); clone() it first"

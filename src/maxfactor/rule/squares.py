@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
+from torch.nn.functional import pad
 
 USUAL, LARGE, SMALL = 0, 1, 2  # places in the last dimension
 UNIT = 2.0**84  # of the values behind LARGE, and its inverse behind SMALL
@@ -33,7 +34,7 @@ class Root(NamedTuple):
     """The root of a sum of squares, as a factor and its unit, a power of two."""
 
     factor: Tensor
-    unit: Tensor
+    unit: Tensor | float
 
 
 def power_of_two(x: Tensor) -> Tensor:
@@ -54,9 +55,7 @@ def in_parts(norm: Tensor, unit: Tensor) -> Tensor:
 
 def usual_parts(square: Tensor) -> Tensor:
     """A plain sum of squares as parts, (..., 3), from (...)."""
-    parts = square.new_zeros((*square.shape, 3))
-    parts[..., USUAL] = square
-    return parts
+    return pad(square.unsqueeze(-1), (0, 2))
 
 
 def parts_by_row(x: Tensor, factor: Tensor | None = None, *, may_read: bool) -> Tensor:
@@ -94,6 +93,8 @@ def is_usual(norms: Tensor) -> bool:
 def root_of(parts: Tensor) -> Root:
     """The root of a sum from its parts, (...), from (..., 3)."""
     usual, large, small = parts.unbind(-1)
+    if parts.device.type == "cpu" and not parts[..., LARGE:].any():  # reading it is free
+        return Root(usual.sqrt(), 1.0)
     is_small, is_large = usual == 0, large > 0
     total = usual + small / UNIT / UNIT
     total = torch.where(is_small, small, total)
