@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from interpreter import speed_up_interpreter
+from process_state import changes, process_state
 from ranks import Ranks
 
 if not torch.cuda.is_available():
@@ -78,6 +79,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return path if Path(path).name in ON_ONE_WORKER else nodeid
 
     return ByFile(config, log)
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_trace() -> Iterator[None]:
+    """Fail a test that leaves its process changed: others would depend on the order of tests."""
+    before = process_state()
+    yield
+    assert not changes(before, process_state())
 
 
 @pytest.fixture

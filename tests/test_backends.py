@@ -430,7 +430,8 @@ def test_cuda_check(backend: str) -> None:
     works = inputs_of(params, list(grads), states, checked_)
     works[1].grad[3] = math.nan
     before = [param.clone() for param in params]
-    assert torch_step.step(works, check=True, foreach=backend == "foreach").nonfinite == ["p1"]
+    bad = torch_step.step(works, check=True, foreach=backend == "foreach").bad
+    assert bad == (["p1"], False)
     assert all(torch.equal(old, new) for old, new in zip(before, params, strict=True))
 
 

@@ -2,44 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from maxfactor.distributed.placement import local, moved
-from maxfactor.state import MOMENTUM_DTYPES, init_state, state_dtypes, state_shapes
+from maxfactor.state import (
+    MOMENTUM_DTYPES,
+    bounds_of,
+    init_state,
+    state_dtypes,
+    state_shapes,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from maxfactor.settings import GroupRules, TensorRule
-    from maxfactor.state import Shape, State
+    from maxfactor.state import Bounds, Shape, State
 
     Named = Sequence[tuple[str, Tensor]]  # a group's parameters with their names
 
 MARK = "made_by"  # key of every group: which optimizer saved it, and the format of its state
 STATE_FORMAT = 1
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # cast to each other
 
 
 class SavedState(NamedTuple):
-    """A parameter with its state from a checkpoint, and its rule."""
+    """A parameter with its name, its state from a checkpoint, and its rule."""
 
+    name: str
     param: Tensor
-    state: dict[str, Any]
+    state: Mapping[str, Any]
     rule: TensorRule
 
 
 def check_groups(loaded: dict[str, Any], own: Sequence[Named], mark: str) -> None:
     """Refuse a dict that is no checkpoint, is another optimizer's, or has other groups."""
+    check_is_dict(loaded)
     if not {"param_groups", "state"} <= set(loaded):
         raise ValueError(
             f"a checkpoint of an optimizer has 'state' and 'param_groups', this one has "
             f"{sorted(map(str, loaded))[:5]}; give what optimizer.state_dict() returned"
         )
     saved_groups = loaded["param_groups"]
+    _check_type("'param_groups'", saved_groups, (list, tuple), "list")
     for index, saved in enumerate(saved_groups):
+        _check_type(f"group {index}", saved, Mapping, "dict")
         _check_mark(index, saved, mark)
+        _check_keys(index, saved)
     if len(saved_groups) != len(own):
         raise ValueError(
             f"the checkpoint has {len(saved_groups)} parameter groups, this optimizer has "
@@ -49,9 +62,60 @@ def check_groups(loaded: dict[str, Any], own: Sequence[Named], mark: str) -> Non
     for index, (saved, named) in enumerate(zip(saved_groups, own, strict=True)):
         _check_length(index, saved, named, first)
         first += len(named)
+    _check_entries(loaded)
 
 
-def _check_mark(index: int, saved: dict[str, Any], mark: str) -> None:
+def check_is_dict(loaded: object) -> None:
+    """Refuse what is no dict at all."""
+    _check_type("content", loaded, dict, "dict")
+
+
+def _check_type(what: str, value: object, kind: type | tuple[type, ...], name: str) -> None:
+    """Refuse a part of a checkpoint that has another type than it must have."""
+    if not isinstance(value, kind):
+        raise ValueError(
+            f"the checkpoint is damaged: its {what} is no {name}, but "
+            f"{type(value).__name__}; give what optimizer.state_dict() returned"
+        )
+
+
+def _check_keys(index: int, saved: Mapping[str, Any]) -> None:
+    """Refuse a group whose parameters or names are no proper lists."""
+    for name in ("params", "param_names"):
+        if name == "params" or name in saved:
+            what = f"{name!r} of group {index}"
+            _check_type(what, saved.get(name), (list, tuple), "list")
+            for entry in saved[name]:
+                _check_type(f"entry of {what}", entry, (int, str), "number or name")
+    names = saved.get("param_names", saved["params"])
+    if len(names) != len(saved["params"]):
+        raise ValueError(
+            f"the checkpoint is damaged: its group {index} has {len(saved['params'])} parameters "
+            f"and {len(names)} names; give what optimizer.state_dict() returned"
+        )
+
+
+def _check_entries(loaded: dict[str, Any]) -> None:
+    """Refuse states of no parameter, of two parameters, or that are no dicts."""
+    _check_type("'state'", loaded["state"], Mapping, "dict")
+    keys = [key for saved in loaded["param_groups"] for key in saved["params"]]
+    if len(set(keys)) < len(keys):
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(
+            f"the checkpoint is damaged: its groups list parameter {twice!r} twice; give what "
+            "optimizer.state_dict() returned"
+        )
+    known = set(keys)
+    for key, state in loaded["state"].items():
+        if key not in known:
+            raise ValueError(
+                f"the checkpoint is damaged: it has a state of parameter {key!r}, which is in "
+                "none of its groups; give what optimizer.state_dict() returned"
+            )
+        _check_type(f"state of parameter {key!r}", state, Mapping, "dict")
+
+
+def _check_mark(index: int, saved: Mapping[str, Any], mark: str) -> None:
     """Refuse a group of another optimizer, or of another state format."""
     found, made_by = saved.get(MARK), mark.split("/")[0]
     if found == mark:
@@ -90,7 +154,8 @@ def check_states(
             if state := loaded["state"].get(key):
                 rule = group.of(tuple(param.shape))
                 check_loaded(name, param, state, rule)
-                states.append(SavedState(param, state, rule))
+                states.append(SavedState(name, param, state, rule))
+    check_values(states)
     return states
 
 
@@ -110,33 +175,98 @@ def in_order(saved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     return {**saved, "params": [keys[name] for name in names], "param_names": list(names)}
 
 
-def check_loaded(name: str, param: Tensor, loaded: dict[str, Any], rule: TensorRule) -> None:
+def check_loaded(name: str, param: Tensor, loaded: Mapping[str, Any], rule: TensorRule) -> None:
     """Refuse a saved state with other keys, shapes or dtypes than the parameter needs."""
     expected = state_shapes(tuple(param.shape), rule)
     if set(loaded) != set(expected):
         raise ValueError(
-            f"the checkpoint holds {sorted(loaded)} for parameter {name!r}, but its shape "
-            f"{tuple(param.shape)} needs {sorted(expected)}; it was saved from another model "
-            "or another optimizer"
+            f"the checkpoint holds {sorted(map(str, loaded))} for parameter {name!r}, but its "
+            f"shape {tuple(param.shape)} needs {sorted(expected)}; it was saved from another "
+            "model or another optimizer"
         )
     dtypes = state_dtypes(tuple(param.shape), rule)
     for key, shape in expected.items():
-        found = tuple(loaded[key].shape) if isinstance(loaded[key], Tensor) else loaded[key]
-        if found != shape:
+        what = f"{key} of parameter {name!r}"
+        _check_type(what, loaded[key], Tensor, "tensor")
+        if tuple(loaded[key].shape) != shape:
             raise ValueError(
-                f"the checkpoint's {key} of parameter {name!r} has shape {found}, but the "
+                f"the checkpoint's {what} has shape {tuple(loaded[key].shape)}, but the "
                 f"parameter's shape {tuple(param.shape)} needs {shape}; load it into the model "
                 "it was saved from"
             )
-        if (loaded[key].dtype == torch.int8) != (dtypes[key] == torch.int8):
-            raise ValueError(
-                f"the checkpoint's {key} of parameter {name!r} is {loaded[key].dtype}, but its "
-                f"settings need {dtypes[key]}; int8 codes cannot be cast; load it as saved"
-            )
+        _check_kind(what, loaded[key], dtypes[key])
+
+
+def _check_kind(what: str, found: Tensor, dtype: torch.dtype) -> None:
+    """Refuse a tensor that has no values, or whose dtype has others than `dtype`."""
+    if found.is_meta or found.layout != torch.strided:
+        kind = "on the meta device" if found.is_meta else f"sparse ({found.layout})"
+        raise ValueError(
+            f"the checkpoint's {what} is {kind}, but a state needs dense tensors with values; "
+            "load the file without map_location='meta'"
+        )
+    if found.dtype == dtype or (found.dtype in FLOATS and dtype != torch.int8):
+        return
+    raise ValueError(
+        f"the checkpoint's {what} is {found.dtype}, but its settings need {dtype}, which it "
+        "cannot be cast to; load it as saved"
+    )
+
+
+def check_values(states: Sequence[SavedState]) -> None:
+    """Refuse values that no training can lead to, see `state.bounds_of`.
+
+    Of shards, a rank looks at its own. Waits for a device only once.
+    """
+    parts = [part for each in states for part in _parts_of(each)]
+    for device in {part.values.device for part in parts}:
+        here = [part for part in parts if part.values.device == device]
+        ends = [torch.stack(torch.aminmax(part.values)).to(torch.float32) for part in here]
+        for part, (low, high) in zip(here, torch.stack(ends).tolist(), strict=True):
+            _check_range(part, low, high)
+
+
+class Part(NamedTuple):
+    """Values of a saved state that have the same bounds."""
+
+    what: str
+    values: Tensor
+    bounds: Bounds
+
+
+def _parts_of(saved: SavedState) -> Iterator[Part]:
+    """The values of a saved state, without empty tensors."""
+    for key, tensor in saved.state.items():
+        values, bounds = local(tensor).detach(), bounds_of(key, tensor.dtype)
+        rows = values.unbind() if len(bounds) > 1 else (values,)
+        for row, bound in zip(rows, bounds, strict=True):
+            if row.numel():
+                yield Part(f"{key} of parameter {saved.name!r}", row, bound)
+
+
+def _check_range(part: Part, low: float, high: float) -> None:
+    """Refuse the smallest or largest value of a tensor; NaN is both."""
+    bounds = part.bounds
+    is_whole = not bounds.is_whole or (low.is_integer() and high.is_integer())
+    if bounds.low <= low and high <= bounds.high and is_whole:
+        return
+    bad = low if not bounds.low <= low else high
+    raise ValueError(
+        f"the checkpoint's {part.what} holds {bad:g}, but it can only hold {bounds}; the "
+        "checkpoint is damaged: load an earlier one"
+    )
 
 
 def check_unchanged(name: str, param: Tensor, state: State, rule: TensorRule) -> None:
     """Refuse settings that no longer fit the state of earlier steps."""
+    device = param.device
+    for key, value in state.items():
+        if value.device != device and key != "step":
+            raise RuntimeError(
+                f"parameter {name!r} is on {device}, but its {key} of earlier steps is on "
+                f"{value.device}; call optimizer.load_state_dict(optimizer.state_dict()) after "
+                "the model was moved"
+            )
     momentum = state.get("momentum")
     found = None if momentum is None else momentum.dtype
     fits = found == (MOMENTUM_DTYPES[rule.momentum_dtype] if rule.has_momentum else None)
@@ -155,7 +285,7 @@ def shapes_of(state: State) -> dict[str, Shape]:
 
 
 def restored(
-    param: Tensor, loaded: State, rule: TensorRule, *, step_on_device: bool = False
+    param: Tensor, loaded: Mapping[str, Tensor], rule: TensorRule, *, step_on_device: bool = False
 ) -> State:
     """Copy a checked state for `param`, each tensor in its own dtype; torch would cast it.
 

@@ -21,7 +21,7 @@ from maxfactor.backends.step_io import GroupStep, StepInput
 from maxfactor.checkpoint import MARK, STATE_FORMAT
 from maxfactor.description import Description, describe_group
 from maxfactor.distributed.gradients import all_zero
-from maxfactor.distributed.placement import is_sharded
+from maxfactor.distributed.placement import is_sharded, local_tensor, overlaps
 from maxfactor.rule.reference import host_scalar
 from maxfactor.settings import (
     ADAFACTOR_MAX_STEP,
@@ -32,7 +32,7 @@ from maxfactor.settings import (
     as_setting,
     check_lr,
 )
-from maxfactor.state import block_shape, init_state
+from maxfactor.state import State, block_shape, init_state
 from maxfactor.telemetry import Known, Metrics, Recording, Report, report_of
 from maxfactor.windows import Member, members_of
 
@@ -315,11 +315,12 @@ class FactoredOptimizer(Optimizer):
         return settings
 
     def _inputs(self, groups: Sequence[GroupStep], members: Sequence[Member]) -> list[StepInput]:
-        """Collect the members that have a gradient; refuse sparse gradients."""
+        """Collect the members that have a gradient; refuse those that cannot be stepped."""
         inputs = []
         for each in members:
             if each.param.grad is not None:
                 _check_gradient(each.name, each.param.grad)
+                _check_memory(each.name, each.param)
                 inputs.append(_as_input(groups, each))
         return inputs
 
@@ -495,6 +496,12 @@ class FactoredOptimizer(Optimizer):
     def named_group(self, index: int) -> list[tuple[str, Tensor]]:
         """A group's parameters with their names; the fourth unnamed one of all is `param_3`."""
         group = self.param_groups[index]
+        names = group.get("param_names", group["params"])
+        if len(names) != len(group["params"]):
+            raise ValueError(
+                f"group {index} has {len(group['params'])} parameters in 'params' and {len(names)} "
+                "names in 'param_names'; change both lists alike, or call add_param_group"
+            )
         first = sum(len(before["params"]) for before in self.param_groups[:index])
         return list(zip(checkpoint.names_of(group, first), group["params"], strict=True))
 
@@ -512,10 +519,14 @@ class FactoredOptimizer(Optimizer):
         """
         # Runs before the user's own hooks.
         handle = self.register_state_dict_post_hook(_complete, prepend=True)
+        own = {param for group in self.param_groups for param in group["params"]}
+        # Of groups that were removed; torch would look for their numbers.
+        removed = {param: self.state.pop(param) for param in set(self.state) - own}
         try:
             packed: dict[str, Any] = super().state_dict()
         finally:
             handle.remove()
+            self.state.update(removed)
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -524,34 +535,52 @@ class FactoredOptimizer(Optimizer):
         State tensors are copied and keep their dtypes, whatever the dtype of the parameter. A
         group with the same names in another order is matched by name, any other by order.
         """
-        checked: list[checkpoint.SavedState] = []
+        checkpoint.check_is_dict(state_dict)
+        states: dict[Tensor, State] = {}
 
         def check(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:  # after the user's own
-            own = [self.named_group(index) for index in range(len(self.param_groups))]
-            checkpoint.check_groups(loaded, own, self._mark)
-            pairs = zip(loaded["param_groups"], self.param_groups, strict=True)
-            ordered = [checkpoint.in_order(saved, group) for saved, group in pairs]
-            loaded = {**loaded, "param_groups": ordered}
-            rules = [self._saved_rules(index, saved) for index, saved in enumerate(ordered)]
-            checked.extend(checkpoint.check_states(loaded, own, rules))
-            return loaded
+            groups, found = self._checked_load(loaded)
+            states.update(found)
+            return {**loaded, "param_groups": groups, "state": {}}  # torch would cast the states
 
         def restore(_: Optimizer) -> None:  # before the user's own post-hooks
-            on_device = self._execution.capturable
-            for param, state, rule in checked:
-                self.state[param] = checkpoint.restored(
-                    param, state, rule, step_on_device=on_device
-                )
+            self.state.update(states)
 
         handles = (
             self.register_load_state_dict_pre_hook(check),
             self.register_load_state_dict_post_hook(restore, prepend=True),
         )
+        # Torch makes new groups and states, and keeps the old ones; it only adds to the defaults.
+        before = {**self.__dict__, "defaults": dict(self.defaults)}
         try:
             super().load_state_dict(state_dict)
+        except BaseException:  # of a user's hook, too
+            self.__dict__.clear()
+            self.__dict__.update(before)
+            if self.release is not None:
+                self.release.refresh()
+            raise
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _checked_load(
+        self, loaded: dict[str, Any]
+    ) -> tuple[list[dict[str, Any]], dict[Tensor, State]]:
+        """The groups of a checkpoint in our order, and a copy of its states; changes nothing."""
+        own = [self.named_group(index) for index in range(len(self.param_groups))]
+        checkpoint.check_groups(loaded, own, self._mark)
+        pairs = zip(loaded["param_groups"], self.param_groups, strict=True)
+        groups = [checkpoint.in_order(saved, group) for saved, group in pairs]
+        rules = [self._saved_rules(index, saved) for index, saved in enumerate(groups)]
+        on_device = self._execution.capturable
+        states = {
+            param: checkpoint.restored(param, state, rule, step_on_device=on_device)
+            for _, param, state, rule in checkpoint.check_states(
+                {**loaded, "param_groups": groups}, own, rules
+            )
+        }
+        return groups, states
 
     def _saved_rules(self, index: int, saved: dict[str, Any]) -> GroupRules:
         """The rules of a checkpoint's group."""
@@ -606,6 +635,7 @@ def _complete(optimizer: Optimizer, packed: dict[str, Any]) -> None:
         group, rules = optimizer.param_groups[index], optimizer._settings(index).rules
         # A group may hold a FAM object, and schedulers may write numpy numbers.
         saved.update({name: as_setting(value) for name, value in saved.items()})
+        saved[MARK] = optimizer._mark  # also of a group that was inserted by hand
         for param, key in zip(group["params"], saved["params"], strict=True):
             if packed["state"] and param.requires_grad and not packed["state"].get(key):
                 rule = rules.of(tuple(param.shape))
@@ -653,6 +683,7 @@ def _check_parameter(name: str, param: Tensor) -> None:
             f"parameter {name!r} is a flat parameter of FullyShardedDataParallel, without rows "
             "and columns; shard with torch.distributed.fsdp.fully_shard instead"
         )
+    _check_overlap(name, param)
     if param.dtype in SUPPORTED_DTYPES:
         return
     remedy = "leave it out of the parameter list"
@@ -669,6 +700,24 @@ def _check_blocks(named: Iterable[tuple[str, Tensor]], rules: GroupRules) -> Non
     for name, param in named:
         shape = tuple(param.shape)
         block_shape(shape, rules.of(shape), name)
+
+
+def _check_memory(name: str, param: Tensor) -> None:
+    """Refuse a parameter that has no values, or several elements in one place."""
+    if param.is_meta:
+        raise RuntimeError(
+            f"parameter {name!r} is on the meta device, without values to step; call "
+            "model.to_empty(device=...), load its weights, and build the optimizer from it"
+        )
+    _check_overlap(name, param)
+
+
+def _check_overlap(name: str, param: Tensor) -> None:
+    if overlaps(local_tensor(param)):
+        raise ValueError(
+            f"several elements of parameter {name!r} {tuple(param.shape)} share one place in "
+            f"memory (strides {param.stride()}), as after expand(); clone() it first"
+        )
 
 
 def _check_gradient(name: str, grad: Tensor) -> None:

@@ -137,13 +137,12 @@ class GradientRelease:
         """Expect a new backward."""
         self._arrived.clear()
         self._backend = None
-        if self._is_outdated():
-            self.refresh()
-        else:
-            self._expect()
+        self._follow_groups()
+        self._expect()
 
     def finish(self) -> None:
         """Step the windows that backward left; refuse GradScaler."""
+        self._follow_groups()
         optimizer = self._optimizer
         scaling = [name for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)]
         if scaling:  # set by GradScaler, which does not clear them after an error
@@ -167,6 +166,10 @@ class GradientRelease:
     def _take(self, param: Tensor) -> None:
         """Note that a gradient is complete; step its window if it is the last one."""
         with self._lock:  # autograd has a thread for each device
+            if not self._arrived:
+                self._follow_groups()
+            if param not in self._window_of:  # it was removed from its group
+                return
             self._check_arrival(param)
             self._arrived.add(param)
             window = self._window_of[param]
@@ -213,6 +216,11 @@ class GradientRelease:
             }
             for window, members in self._windows.items()
         }
+
+    def _follow_groups(self) -> None:
+        """Take in parameters that were added to groups, removed from them, or unfrozen."""
+        if self._is_outdated():
+            self.refresh()
 
     def _is_outdated(self) -> bool:
         """Whether parameters were replaced, or unfrozen, since `refresh`."""

@@ -76,7 +76,7 @@ class AdaptiveSchedule(LRScheduler):
 
     def get_lr(self) -> list[Any]:
         """The learning rates of the present step, from the base rates."""
-        self._take_in_new_groups()
+        self._follow_groups()
         factor = self.factor(self.last_epoch)
         return [factor * base for base in self._bases()]
 
@@ -90,8 +90,10 @@ class AdaptiveSchedule(LRScheduler):
             return list(own())
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
-    def _take_in_new_groups(self) -> None:
-        """Add groups that are new, say of unfrozen layers; their own `lr` is the base rate."""
+    def _follow_groups(self) -> None:
+        """Forget groups that were removed; add new ones, whose own `lr` is the base rate."""
+        if len(self.base_lrs) > len(self.optimizer.param_groups):
+            self.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups[len(self.base_lrs) :]:
             lr = group["lr"]
             group.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr)

@@ -35,6 +35,7 @@ from maxfactor.checks import (
 )
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
+FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
 ADAFACTOR_MAX_STEP = 1e-2  # the paper's cap on the relative step, for lr=None
 BLOCK = 64  # values of a row that share an int8 scale, and the length of a DCT
@@ -385,7 +386,9 @@ class MaxFactorSettings(Settings):
             direction=check_choice("direction", self.direction, get_args(Direction)),
             scale=check_choice("scale", self.scale, get_args(Scale)),
             blocks=check_blocks(self.blocks),
-            switches=from_mapping(Switches, self.switches or {}, "switches"),
+            switches=from_mapping(
+                Switches, {} if self.switches is None else self.switches, "switches"
+            ),
         )
         self._check_momentum_dtype()
         self._check_lookahead()
@@ -597,6 +600,11 @@ def check_lr(value: object) -> float | Tensor:
         raise ValueError(
             "lr as a tensor must be a 0-dimensional floating-point tensor, "
             f"got shape {tuple(value.shape)} and {value.dtype}"
+        )
+    if value.is_meta or value.layout != torch.strided:
+        raise ValueError(
+            "lr as a tensor must be a dense tensor with a value, got one on device "
+            f"{value.device} with layout {value.layout}"
         )
     if value.device.type == "cpu":
         check_not_negative("lr", value.item())  # free on the CPU; elsewhere a host sync

@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from maxfactor.distributed.placement import from_local, is_sharded, kept_on, local
-from maxfactor.settings import BLOCK
+from maxfactor.settings import BLOCK, FLOAT32_MAX
 
 if TYPE_CHECKING:
     from maxfactor.settings import TensorRule
@@ -27,6 +27,36 @@ State = dict[str, Tensor]
 Shape = tuple[int, ...]
 
 MOMENTUM_DTYPES = {"int8": torch.int8, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class Bounds(NamedTuple):
+    """The values that a state tensor may hold, both ends included; never NaN."""
+
+    low: float
+    high: float = FLOAT32_MAX
+    is_whole: bool = False
+
+    def __str__(self) -> str:
+        kind = "whole numbers" if self.is_whole else "finite values"
+        if self.low <= -FLOAT32_MAX:
+            return kind
+        if self.high >= FLOAT32_MAX:
+            return f"{kind} of at least {self.low:g}"
+        return f"{kind} from {self.low:g} to {self.high:g}"
+
+
+NOT_NEGATIVE = Bounds(0.0)
+# The last row of `band_sums` is the correction c of (12): 1 at most, but for rounding.
+BAND_BOUNDS = (Bounds(-FLOAT32_MAX), NOT_NEGATIVE, Bounds(0.0, 1.00001))
+
+
+def bounds_of(key: str, dtype: torch.dtype) -> tuple[Bounds, ...]:
+    """What a state tensor of this dtype may hold: one entry, or one for each of its rows."""
+    if key == "band_sums":
+        return BAND_BOUNDS
+    if key == "momentum":
+        return (Bounds(-127.0, 127.0) if dtype == torch.int8 else Bounds(-FLOAT32_MAX),)
+    return (Bounds(0.0, is_whole=True) if key == "step" else NOT_NEGATIVE,)
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,8 @@ class Runner:
         """Take a step by the torch backend, with the guard on the host; return its record."""
         check, foreach = execution.nonfinite != "ignore", bool(execution.foreach)
         result = torch_step(inputs, check=check, foreach=foreach, records=records)
-        if result.nonfinite:
-            self._guard.failed(result.nonfinite, execution.nonfinite)
+        if result.bad is not None:
+            self._guard.failed(result.bad, execution.nonfinite)
         else:
             self._guard.passed()
             self._result, self._stepped = result, [each.param for each in inputs]

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from maxfactor.backends.guard import BadGradients
     from maxfactor.settings import GroupRules, TensorRule
     from maxfactor.state import State
 
@@ -60,8 +61,8 @@ class StepRecord(Protocol):
 
 @dataclass
 class StepResult:
-    """The step size of each parameter, or the names of parameters with a nonfinite gradient."""
+    """The step size of each parameter, or the gradients that stopped the step."""
 
     step_sizes: Sequence[float | Tensor] | Tensor = field(default_factory=list)
-    nonfinite: list[str] = field(default_factory=list)
+    bad: BadGradients | None = None
     record: StepRecord | None = None  # of a recorded step

@@ -35,6 +35,18 @@ def local(x: Tensor) -> Tensor:
         return x.to_local()
 
 
+def overlaps(x: Tensor) -> bool:
+    """Whether elements may share a place in memory: one stride does not exceed what is below it."""
+    if x.is_contiguous() or x.numel() == 0:
+        return False
+    reach = 0  # of the dimensions with smaller strides
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
 def local_tensor(x: Tensor) -> Tensor:
     """Like `local`, but creates no view: faster, for loops over all tensors in every step."""
     return getattr(x, "_local_tensor", x)

@@ -34,6 +34,7 @@ from maxfactor.rule.fam import band_totals
 from maxfactor.rule.momentum import decode_momentum, encode_momentum, memory_of
 from maxfactor.rule.newton_schulz import orthogonal
 from maxfactor.rule.rounding import rounded
+from maxfactor.rule.squares import norm_of
 from maxfactor.settings import FLOAT32_TINY
 from maxfactor.state import State, block_shape, factoring, state_shapes
 
@@ -171,15 +172,24 @@ def variance_of(moments: State, rule: TensorRule) -> Tensor:
     return (row_var if divisor is None else row_var / divisor) * col_var  # (6)
 
 
+def inverse_root(moments: State, rule: TensorRule) -> Tensor:
+    """1 / sqrt(V) of (6), with the floor of V."""
+    if rule.dense or rule.divides_by_max or rule.divides_by_mean:
+        return variance_of(moments, rule).clamp(min=rule.variance_floor).rsqrt()
+    # Without a divisor R C may overflow where the product of the roots does not.
+    roots = moments["row_var"].rsqrt() * moments["col_var"].rsqrt()
+    return roots.clamp(max=rule.variance_floor**-0.5)  # (6)
+
+
 # ------------------------------------------------------------------------- (7) to (9): the move
 
 
 def published_move(g: Tensor, moments: State, rule: TensorRule) -> Tensor:
     """The move of W in units of alpha, without momentum, from G and the moments of (5)."""
-    variance = variance_of(moments, rule)
     if rule.boost is not None:
-        return rule.boost * g / (variance.sqrt() + rule.eps1).clamp(min=FLOAT32_TINY)
-    return directed(g * variance.clamp(min=rule.variance_floor).rsqrt(), rule)
+        root = moments["variance"].sqrt() + rule.eps1
+        return rule.boost * g / root.clamp(min=FLOAT32_TINY)
+    return directed(g * inverse_root(moments, rule), rule)
 
 
 def directed(update: Tensor, rule: TensorRule) -> Tensor:
@@ -187,7 +197,8 @@ def directed(update: Tensor, rule: TensorRule) -> Tensor:
     if rule.divides_by_peak:
         update = update / update.abs().amax().clamp(min=rule.floor)  # (7)
     if rule.norm_clip > 0.0:  # version 0.2
-        update = update * (rule.norm_clip / vector_norm(update).clamp(min=rule.norm_clip))
+        norm, unit = norm_of(update)
+        update = update * (rule.norm_clip / (norm * unit).clamp(min=rule.norm_clip))
     move = update
     if rule.moves_by_sign:
         move = update.sign() * update.abs().amax(dim=-1, keepdim=True)  # (9)
@@ -291,9 +302,9 @@ def sum_of_squares(x: Tensor, dim: int) -> Tensor:
 
 
 def rms(x: Tensor) -> Tensor:
-    """RMS(x), a 0-dim tensor. Row by row first: one long float32 sum would lose digits."""
-    norm: Tensor = vector_norm(vector_norm(x, dim=-1)) if x.dim() > 1 else vector_norm(x)
-    return norm / math.sqrt(x.numel())
+    """RMS(x), a 0-dim tensor, finite for every finite x."""
+    norm, unit = norm_of(x)
+    return norm / math.sqrt(x.numel()) * unit
 
 
 def host_scalar(x: Scalar) -> Scalar:

@@ -34,14 +34,14 @@ from maxfactor.backends.torch.blocks import (
 from maxfactor.distributed.owner_exchange import ExchangedMatrix
 from maxfactor.distributed.placement import local, positions
 from maxfactor.distributed.reductions import Reduction, groups_over
-from maxfactor.rule import reference
+from maxfactor.rule import reference, squares
 from maxfactor.rule.fam import band_totals
 from maxfactor.rule.int8 import dequantize, quantize_
 from maxfactor.rule.momentum import memory_of
 from maxfactor.rule.newton_schulz import orthogonal
 from maxfactor.rule.reference import Scalar, host_scalar, larger
 from maxfactor.rule.rounding import rounded
-from maxfactor.settings import FLOAT32_TINY
+from maxfactor.settings import FLOAT32_MAX, FLOAT32_TINY
 from maxfactor.state import block_shape, factoring
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     Rounds = Generator[list[Reduction], list[Tensor], list[Scalar]]
     Variance = DenseVariance | FactoredVariance
 
-FLOAT32_MAX = torch.finfo(torch.float32).max
 SMALL = 1 << 15  # elements; below, the overhead of a call exceeds a pass over the tensor
 
 
@@ -85,6 +84,7 @@ class Batch:
         self.states = [{key: local(x) for key, x in each.state.items()} for each in inputs]
         self.count = first.param.numel()  # of the whole tensor
         self.is_small = self.count <= SMALL
+        self.may_read = self.params[0].device.type == "cpu"  # where reading a value is free
         self._find_shape()
         self._find_groups()
         self.stacked: Tensor | None = None  # gradients of small tensors, as a batch
@@ -187,16 +187,30 @@ class Batch:
         return found
 
     def _weight_squares(self) -> Tensor:
-        """The sum of W^2 of each tensor, (k, 1, 1); zeros if unused, see `_keeps_to_first`."""
-        k = len(self.inputs)
+        """The sum of W^2 of each tensor in parts, (k, 1, 1, 3); zeros if unused.
+
+        See `_keeps_to_first`, and `rule/squares.py` for the parts.
+        """
+        shape = (len(self.inputs), 1, 1, 3)
         if self._keeps_to_first:
-            return torch.zeros((k, 1, 1), dtype=torch.float32, device=self.params[0].device)
+            return torch.zeros(shape, dtype=torch.float32, device=self.params[0].device)
         wide = torch.promote_types(self.params[0].dtype, torch.float32)
-        self.weights = as_batch(self.params, self.shape)
-        # Row by row first: one long float32 sum would lose digits and run on one thread.
-        by_row: Tensor = vector_norm(self.weights, dim=-1, keepdim=True, dtype=wide)
-        norm: Tensor = vector_norm(by_row, dim=self.tensor_dims)
-        return norm.square().to(torch.float32).reshape(k, 1, 1)
+        weights = self.weights = as_batch(self.params, self.shape)
+        if self.may_read or weights.dtype == torch.float16:  # whose squares are always usual
+            # Row by row first: one long float32 sum would lose digits and run on one thread.
+            by_row: Tensor = vector_norm(weights, dim=-1, keepdim=True, dtype=wide)
+            norm: Tensor = vector_norm(by_row, dim=self.tensor_dims)
+            if not self.may_read or squares.is_usual(norm):
+                return squares.usual_parts(norm.square().to(torch.float32)).reshape(shape)
+        parts = self._new_parts()
+        for rows in self._row_blocks():
+            parts[:, rows] = squares.parts_by_row(weights[:, rows], may_read=False)
+        return self._sum_of_rows(parts)
+
+    def _sum_of_rows(self, parts: Tensor) -> Tensor:
+        """The sums of each tensor, (k, 1, 1, 3), from parts by row, (k, m, 3)."""
+        dims = (0, 1) if len(self.tensor_dims) > 2 else (1,)
+        return parts.sum(dim=dims).reshape(-1, 1, 1, 3)
 
     @cached_property
     def _keeps_to_first(self) -> bool:
@@ -210,7 +224,8 @@ class Batch:
     def _rates(self, weight_squares: Tensor) -> tuple[Scalar, Scalar]:
         """The step size of (2) (3) and the decay factor of (4): numbers, or (k, 1, 1)."""
         rule, t = self.rule, self.t
-        size = (weight_squares / self.count).sqrt()
+        root = squares.root_of(weight_squares / self.count)
+        size = root.factor * root.unit
         if rule.keeps_initial_rms:
             kept = [state["initial_rms"] for state in self.states]
             first = torch.stack(kept).reshape(size.shape)
@@ -284,7 +299,10 @@ class Batch:
             yield []
         # .item() is free on the CPU, and the smallest V may save passes over a large matrix.
         may_read = row.device.type == "cpu" and not self.is_small
-        return FactoredVariance(row, self.col_var, rule.variance_floor, may_read=may_read)
+        may_overflow = not (rule.divides_by_max or rule.divides_by_mean)
+        return FactoredVariance(
+            row, self.col_var, rule.variance_floor, may_read=may_read, may_overflow=may_overflow
+        )
 
     # ------------------------------------------------------------------------------- round 3
 
@@ -299,8 +317,13 @@ class Batch:
         got = dict(zip(asked, answers, strict=False))
         update.finish(answers[len(asked) :])
         coef: Tensor | Scalar = 1.0 if rule.has_momentum else variance.row_factor()
+        scale, power = self._update_scale(got), None
+        if rule.divides_by_peak and not (rule.moves_by_sign or rule.has_momentum):
+            # 1 / max|U| times alpha may underflow, so a power of two of it multiplies U itself.
+            power = squares.power_of_two(got["largest"].clamp(min=rule.floor))
+            scale = scale * power
         # Row maximum times scale first: scale * alpha may overflow, and 0 * inf is NaN.
-        coef = (got["row_max"] if rule.moves_by_sign else coef) * self._update_scale(got)
+        coef = (got["row_max"] if rule.moves_by_sign else coef) * scale
         coef = coef * (alpha if rule.has_momentum else alpha * self._uphill)
         if isinstance(coef, Tensor):
             # For a zero gradient and a zero floor coef is inf, and 0 * inf is NaN.
@@ -308,32 +331,34 @@ class Batch:
         by_row = isinstance(coef, Tensor) and coef.dim() == 3 and coef.shape[1] > 1
         for rows, g in self._gradient_blocks():
             own = coef[:, rows] if by_row else coef  # type: ignore[index]  # a tensor then
-            self._write(rows, update.last_pass(rows, g).mul_(-own), keep)  # (9)
+            u = update.last_pass(rows, g)
+            u = u if power is None else u.div_(power)
+            self._write(rows, u.mul_(-own), keep)  # (9)
 
     def _measure(self, update: Update) -> dict[str, Reduction]:
         """The first pass: the maxima and the norm of U that (7) to (9) need."""
         rule, found = self.rule, dict[str, Reduction]()
         row_max = self._new_column() if rule.divides_by_peak else None
-        row_norm = self._new_column() if rule.needs_norm else None
+        parts = self._new_parts() if rule.needs_norm else None
+        factor = 1.0 if rule.has_momentum else update.variance.row_factor()
         for rows, g in self._gradient_blocks():
             u = update.first_pass(rows, g)
-            if row_norm is not None:
-                vector_norm(u, dim=-1, keepdim=True, out=row_norm[:, rows])
+            if parts is not None:
+                own = factor[:, rows] if isinstance(factor, Tensor) else None
+                parts[:, rows] = squares.parts_by_row(u, own, may_read=self.may_read)
             if row_max is not None:
                 magnitude = torch.abs(u, out=self.scratch(4, u))
                 torch.amax(magnitude, dim=-1, keepdim=True, out=row_max[:, rows])
         if self.everywhere:
             self.scratch.release()  # other batches run before this one continues
-        factor = 1.0 if rule.has_momentum else update.variance.row_factor()
         if row_max is not None:
             row_max.mul_(factor)
             largest = largest_of(row_max, self.tensor_dims)
             found["largest"] = Reduction(largest, self.everywhere, is_sum=False)
             if rule.moves_by_sign:
                 found["row_max"] = Reduction(row_max, self.along_rows, is_sum=False)
-        if row_norm is not None:
-            square = row_norm.mul_(factor).square_().sum(dim=self.tensor_dims, keepdim=True)
-            found["square"] = Reduction(square, self.everywhere)
+        if parts is not None:
+            found["squares"] = Reduction(self._sum_of_rows(parts), self.everywhere)
         return found
 
     @property
@@ -348,11 +373,11 @@ class Batch:
             scale = 1.0 / larger(got["largest"], rule.floor)  # (7)
         if not rule.needs_norm:
             return scale
-        peaked, norm = scale, got["square"].sqrt()
+        peaked, (norm, unit) = scale, squares.root_of(got["squares"])
         if rule.norm_clip > 0.0:
-            scale = scale * (rule.norm_clip / larger(norm * scale, rule.norm_clip))
+            scale = scale * (rule.norm_clip / larger(norm * scale * unit, rule.norm_clip))
         if rule.rms_bound < math.inf:
-            rms = norm / math.sqrt(self.count) * scale
+            rms = norm / math.sqrt(self.count) * scale * unit
             scale = scale / larger(rms / rule.rms_bound, 1.0)  # (8)
         if self.record is not None:
             self.record.add_clip(peaked / scale)
@@ -427,17 +452,21 @@ class Batch:
 
     def _gradient_blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Blocks of rows of the gradient in float32, (k, rows, n); read-only."""
-        _, m, n = self.shape
         whole = self._gradient()
-        if whole.numel() == 0:
+        for rows in self._row_blocks():
+            g = whole[:, rows]
+            yield rows, g if g.dtype == torch.float32 else self.scratch(1, g).copy_(g)
+
+    def _row_blocks(self) -> Iterator[slice]:
+        """The rows of each block; none of an empty tensor."""
+        _, m, n = self.shape
+        if math.prod(self.shape) == 0:
             return
         step = m
         if len(self.inputs) == 1 and len(self.tensor_dims) == 2 and not self.rule.is_orthogonal:
             step = min(m, max(1, self.block // n))
         for start in range(0, m, step):
-            rows = slice(start, min(start + step, m))
-            g = whole[:, rows]
-            yield rows, g if g.dtype == torch.float32 else self.scratch(1, g).copy_(g)
+            yield slice(start, min(start + step, m))
 
     def _whole_gradient(self) -> Tensor:
         """The gradient in float32; read-only."""
@@ -465,6 +494,10 @@ class Batch:
 
     def _save(self, key: str, batch: Tensor) -> None:
         write_back([state[key] for state in self.states], batch)
+
+    def _new_parts(self) -> Tensor:
+        """Sums of squares by row, in parts, (k, m, 3)."""
+        return self._new_column().expand(*self._rows[:2], 3).clone()
 
     def _new_column(self) -> Tensor:
         return torch.zeros(self._rows, dtype=torch.float32, device=self.params[0].device)

@@ -56,19 +56,25 @@ class FactoredVariance:
         col: C, (k, 1, n).
         floor: The smallest V.
         may_read: Whether to read the smallest V, to learn whether the floor is active.
+        may_overflow: Whether R C may overflow, as it does where nothing divides R.
     """
 
-    def __init__(self, row: Tensor, col: Tensor, floor: float, *, may_read: bool) -> None:
-        self.floor = floor
+    def __init__(
+        self, row: Tensor, col: Tensor, floor: float, *, may_read: bool, may_overflow: bool
+    ) -> None:
+        self.floor, self.by_roots = floor, may_overflow
         self.is_separable = may_read and smallest_product(row, col) >= floor
-        self.row = row.rsqrt() if self.is_separable else row
-        self.col = col.rsqrt() if self.is_separable else col
+        has_roots = self.is_separable or self.by_roots
+        self.row = row.rsqrt() if has_roots else row
+        self.col = col.rsqrt() if has_roots else col
 
     def normalize(self, g: Tensor, rows: slice, out: Tensor) -> Tensor:
         """Write G / sqrt(V) without `row_factor` to `out`, for some rows. `out` may be `g`."""
         if self.is_separable:
             return torch.mul(g, self.col, out=out)
         row = self.row[:, rows]
+        if self.by_roots:
+            return torch.mul(g, (row * self.col).clamp_(max=self.floor**-0.5), out=out)
         if out is g:
             return g.mul_((row * self.col).clamp_(min=self.floor).rsqrt_())
         return torch.mul(row, self.col, out=out).clamp_(min=self.floor).rsqrt_().mul_(g)

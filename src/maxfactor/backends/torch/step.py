@@ -5,11 +5,13 @@ It runs on the CPU, on devices without Triton, and on shards. `batch.py` has the
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from maxfactor.backends.guard import NOT_FINITE, OVERFLOWS, bad_gradients
 from maxfactor.backends.step_io import StepResult
 from maxfactor.backends.torch.batch import SMALL, Batch
 from maxfactor.backends.torch.blocks import Scratch
@@ -23,7 +25,7 @@ from maxfactor.rule.reference import Scalar, host_scalar
 from maxfactor.state import factoring
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -57,7 +59,7 @@ def step(
         result = run_recorded(list(batches), inputs, check=check)
     else:
         result = run_alone(batches, inputs, check=check)
-    for each in [] if result.nonfinite else inputs:
+    for each in [] if result.bad else inputs:
         if each.param.numel() == 0:  # in no batch
             each.state["step"].add_(1.0)
     return result
@@ -151,7 +153,8 @@ def run_alone(batches: Iterator[Batch], inputs: Sequence[StepInput], *, check: b
         for batch, _, first in started:
             if batch.record is not None:
                 batch.record.begin(first[0].value, batch.rule)
-        return StepResult(nonfinite=[each.name for each in inputs if id(each) in bad])
+        marks = marks_of((batch for batch, *_ in started), bad)
+        return StepResult(bad=bad_gradients((each.name, marks[id(each)]) for each in inputs))
     for batch, rounds, first in started:
         _finish_alone(batch, rounds, first, sizes)
     return StepResult(sizes_in_order(sizes, inputs))
@@ -188,7 +191,11 @@ def run_on_all(
         members = [each for batch in batches for each in batch.inputs]
         names = {id(each) for each, is_bad in zip(members, failed, strict=True) if is_bad}
         if names:
-            return StepResult(nonfinite=[each.name for each in inputs if id(each) in names])
+            marks = marks_of(batches, names)
+            found = torch.tensor([marks[id(each)] for each in inputs], device=device)
+            worst = reduce_all([Reduction(found, groups, is_sum=False)], groups)[0].tolist()
+            each_name = (each.name for each in inputs)
+            return StepResult(bad=bad_gradients(zip(each_name, worst, strict=True)))
     for _ in range(ROUNDS - 1):
         reductions = [each.send(own) for each, own in zip(rounds, answers, strict=True)]
         answers = split_like(reduce_all([r for own in reductions for r in own], groups), reductions)
@@ -199,10 +206,24 @@ def run_on_all(
     return StepResult(sizes_in_order(sizes, inputs))
 
 
+def marks_of(batches: Iterable[Batch], bad: set[int]) -> dict[int, float]:
+    """The mark of each input by its id: what is wrong with its gradient, if its id is in `bad`.
+
+    Waits for the device, on the way to a skipped step.
+    """
+    marks: dict[int, float] = defaultdict(float)
+    for batch in batches:
+        for each, grad in zip(batch.inputs, batch.grads, strict=True):
+            if id(each) in bad:
+                marks[id(each)] = float(OVERFLOWS if grad.isfinite().all() else NOT_FINITE)
+    return marks
+
+
 def nonfinite(sums: Sequence[tuple[Batch, Tensor]]) -> set[int]:
     """The ids of the inputs whose gradient has a nonfinite sum of squares.
 
-    The squares of a finite gradient may overflow, too, and would spoil its statistics for good.
+    The squares of a finite gradient may overflow, too, and would spoil its statistics for good:
+    `marks_of` tells these from the others.
     """
     if not sums:
         return set()

@@ -15,6 +15,7 @@ from maxfactor.backends.triton.kernels.layout import (
     Measure,
     Scalar,
     Size,
+    Square,
     UpdateSum,
 )
 
@@ -46,8 +47,8 @@ class Buffers:
             col_squares=self._zeros(sizes.col_part),
             gradient_sums=self._zeros(with_momentum, len(GradientSum)),
             update_sums=self._zeros(with_momentum, len(UpdateSum)),
-            weight_squares=self._zeros(tiles),
-            update_squares=self._zeros(plan.block_count),
+            weight_squares=self._zeros(tiles, len(Square)),
+            update_squares=self._zeros(plan.block_count, len(Square)),
             unsigned=self._zeros(tiles, dtype=torch.int8),
             batch_sums=self._zeros(batch_tiles * Size.PARTS, len(BatchSum)),
             block_squares=self._zeros(batch_blocks),

@@ -10,6 +10,7 @@ from maxfactor.backends.triton.kernels.layout import (
     Flag,
     GradientSum,
     RowSum,
+    Square,
     UpdateSum,
 )
 from maxfactor.backends.triton.messages import Message
@@ -34,7 +35,7 @@ class RankMessages:
         owner_of: The tensor, in the order of the kernels, of each of them.
         plan: The plan.
         combined: The rows of the combined table.
-        starts: Where the parts of the buffer of sums begin.
+        starts: Where the parts of the buffers of sums begin.
     """
 
     def __init__(
@@ -64,9 +65,9 @@ class RankMessages:
         """The sums and the largest update of a tensor."""
         flags = self._rows_of(owner)[0][Column.FLAGS]
         everywhere = groups_over(step_io.param, range(step_io.param.dim()))
-        weights = self._starts["weights"] + owner
+        weights = self._starts["weights"] + owner * len(Square)
         gradients = self._starts["gradients"] + owner * len(GradientSum)
-        self.sums.add(everywhere, range(weights, weights + 1))
+        self.sums.add(everywhere, range(weights, weights + len(Square)))
         if flags & Flag.WITH_MOMENTUM:
             self.sums.add(everywhere, range(gradients, gradients + GradientSum.UNUSED))
         self.max_updates.add(everywhere, range(owner, owner + 1))
@@ -75,7 +76,9 @@ class RankMessages:
             self.update_sums.add(everywhere, updates[UpdateSum.XM : UpdateSum.YY])
         needs_norm = is_general(step_io.rule)
         if needs_norm:
+            squares = self._starts["updates"] + owner * len(Square)
             self.update_sums.add(everywhere, updates[UpdateSum.YY :])
+            self.update_sums.add(everywhere, range(squares, squares + len(Square)))
         self.rescales |= bool(flags & Flag.WITH_MOMENTUM) or needs_norm
 
     def _add_matrices(self, step_io: StepInput, owner: int) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from maxfactor.backends.guard import NOT_FINITE, OVERFLOWS
 from maxfactor.backends.triton.kernels.descriptors import RankSums
 from maxfactor.backends.triton.kernels.layout import (
     FINALIZE_WARPS,
@@ -29,6 +30,7 @@ from maxfactor.backends.triton.kernels.layout import (
     Flag,
     GradientSum,
     RowSum,
+    Square,
     UpdateSum,
 )
 from maxfactor.backends.triton.kernels.shards import (
@@ -54,6 +56,9 @@ if TYPE_CHECKING:
     from maxfactor.backends.triton.launches import Scaling
     from maxfactor.backends.triton.plan import LaunchPlan
     from maxfactor.backends.triton.uploads import Uploads
+
+
+OUTWEIGHS = 1 << 20  # more than there are ranks, and exact in float32
 
 
 class RankTotals:
@@ -95,12 +100,12 @@ class RankTotals:
         self._uncounted = uncounted_steps(plan, [step_io[index] for index in order])
 
     def _allocate(self, plan: LaunchPlan, buffers: Buffers) -> dict[str, int]:
-        """Allocate the sums that are sent; return where the parts of their buffer begin."""
+        """Allocate the sums that are sent; return where the parts of their buffers begin."""
         tensors, matrices = self._tensors, len(plan.matrices)
         sizes = {
             "rows": sum(row[Column.ROWS] for row in plan.matrices),
             "cols": sum(row[Column.COLS] for row in plan.matrices),
-            "weights": tensors,
+            "weights": tensors * len(Square),
             "gradients": tensors * len(GradientSum),
             "matrices": matrices * len(RowSum),
         }
@@ -108,20 +113,23 @@ class RankTotals:
         _, _, weights, gradients, self._matrix_sums = totals.split(list(sizes.values()))
         chunk_sums = totals.new_zeros(plan.sizes.row_chunks, len(RowSum))
         self._sums = RankSums(totals, weights, gradients, chunk_sums)
-        self._update_sums = totals.new_zeros(tensors, len(UpdateSum))
+        parts = [tensors * len(UpdateSum), tensors * len(Square)]
+        self._updates = totals.new_zeros(sum(parts))
+        self._update_sums, self._update_squares = self._updates.split(parts)
         # What `finalize` and `rescale` read and write in place of the partial sums.
         self._partials = buffers.partials
         self._totals = buffers.partials._replace(
             row_squares=totals,
             col_squares=totals,
             weight_squares=weights,
-            update_squares=self._update_sums,
+            update_squares=self._update_squares,
             update_sums=self._update_sums,
         )
         # `finalize` writes sums of R by chunk; the other kernels read one sum per matrix.
         self._by_chunk = buffers.results
         self.results = buffers.results._replace(row_var_sums=totals.new_zeros(matrices))
-        return dict(zip(sizes, accumulate([0, *sizes.values()]), strict=False))
+        starts = dict(zip(sizes, accumulate([0, *sizes.values()]), strict=False))
+        return starts | {"updates": parts[0]}
 
     def _list_tensors(self, plan: LaunchPlan, uploads: Uploads) -> None:
         """List the tensors with a tile on this rank, and the matrices that need a mean."""
@@ -165,24 +173,31 @@ class RankTotals:
         """Round 1. All groups learn whether the step is skipped, and why."""
         results, totals = self.results, self._sums.squares
         seen = results.counters[Counter.SEEN : Counter.SEEN + 1]
-        flags = torch.cat([seen, results.nonfinite[self._in_order]]).to(torch.float32)
+        # A sum of marks shows the worst of them: one of a gradient that is not finite outweighs
+        # those of all other ranks.
+        marks = results.nonfinite[self._in_order]
+        marks = torch.where(marks == NOT_FINITE, OUTWEIGHS, marks)
+        flags = torch.cat([seen, marks]).to(torch.float32)
         flags = torch.cat([found_inf.reshape(1).to(torch.float32), flags])
         shares = [*self._messages.sums.shares(totals), Reduction(flags, self._groups)]
         *values, flags = reduce_all(shares, self._groups)
         self._messages.sums.take(totals, values)
         raised = (flags > 0.0).to(torch.int32)
         seen.copy_(raised[1:2])
-        results.nonfinite[self._in_order] = raised[2:]
+        worst = (flags >= OUTWEIGHS).to(torch.int32) * (NOT_FINITE - OVERFLOWS)
+        results.nonfinite[self._in_order] = raised[2:] * OVERFLOWS + worst[2:]
         return flags[:1]
 
     def rescale(self, tables: Tables) -> None:
         """Round 3, and `rescale`."""
         results, messages = self.results, self._messages
         if messages.rescales:
-            add_updates[(self._tensors,)](tables, self._partials, self._update_sums)
+            add_updates[(self._tensors,)](
+                tables, self._partials, self._update_sums, self._update_squares
+            )
         maxima = [(messages.max_updates, as_floats(results.update_max))]
         maxima += [(messages.max_by_row, as_floats(results.row_max))]
-        sums = (messages.update_sums, self._update_sums.view(-1))
+        sums = (messages.update_sums, self._updates)
         exchange([*maxima, sums], self._groups)
         if messages.rescales:
             combined_tables = tables._replace(matrices=self._combined)
@@ -210,8 +225,7 @@ def combined_rows(plan: LaunchPlan, starts: dict[str, int]) -> list[list[int]]:
         row_part, col_part = row_part + row[Column.ROWS], col_part + row[Column.COLS]
         row[Column.STRIPS] = row[Column.DOWN] = 1
         row[Column.OWNER_TILE], row[Column.OWNER_TILES] = owner, int(row[Column.NUMEL] > 0)
-        row[Column.OWNER_BLOCK] = owner * len(UpdateSum) + UpdateSum.YY
-        row[Column.OWNER_BLOCKS] = 1
+        row[Column.OWNER_BLOCK], row[Column.OWNER_BLOCKS] = owner, 1
     return table
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from maxfactor.backends.guard import LIMIT, given_up, refused
+from maxfactor.backends.guard import LIMIT, BadGradients, bad_gradients, given_up, refused
 from maxfactor.backends.triton.kernels.layout import Counter
 from maxfactor.backends.triton.uploads import is_capturing
 
@@ -53,10 +53,10 @@ class StepStatus:
         """How many steps were skipped; reading it waits for the device."""
         return int(self.counters[Counter.SKIPPED].item())  # asked for by the user
 
-    def nonfinite(self) -> list[str]:
-        """Names of the parameters whose gradient was not finite; reading it waits."""
+    def bad(self) -> BadGradients | None:
+        """The gradients that stopped the last step; reading it waits."""
         marks = self.nonfinite_marks.tolist()  # asked for by the user, or on the way to an error
-        return [name for name, mark in zip(self._names, marks, strict=True) if mark]
+        return bad_gradients(zip(self._names, marks, strict=True))
 
     def check_skipped(self) -> None:
         """Raise after too many skipped steps in a row; waits for the device."""
@@ -66,8 +66,8 @@ class StepStatus:
 
     def raise_if_skipped(self) -> None:
         """Raise if the step was skipped; waits for the device, as nonfinite="raise" asks for."""
-        if names := self.nonfinite():
-            raise refused(names)
+        if (bad := self.bad()) is not None:
+            raise refused(bad)
 
     def request_report(self) -> None:
         """Start copying the counters to the host; the next step looks whether they arrived."""
@@ -88,7 +88,7 @@ class StepStatus:
             return
         in_a_row = int(self._report[Counter.IN_A_ROW])
         if in_a_row >= LIMIT:
-            names = self.nonfinite()
+            bad = self.bad() or BadGradients([])
             self._report.zero_()
             self.counters[Counter.IN_A_ROW] = 0
-            raise given_up(in_a_row, names)
+            raise given_up(in_a_row, bad)

@@ -34,8 +34,8 @@ class Partials(NamedTuple):
     col_squares: Tensor  # float32, G² per column: for each matrix (tiles down, n)
     gradient_sums: Tensor  # (tiles, GradientSum) float32; empty if no tensor has momentum
     update_sums: Tensor  # (tiles, UpdateSum) float32; empty if no tensor has momentum
-    weight_squares: Tensor  # (tiles,) float32: W² after the last step
-    update_squares: Tensor  # (blocks,) float32: U² before it is normalised
+    weight_squares: Tensor  # (tiles, Square) float32: W² after the last step
+    update_squares: Tensor  # (blocks, Square) float32: U² before it is normalised
     unsigned: Tensor  # (tiles,) int8: 1 where the packed signs cannot be used
     batch_sums: Tensor  # (tiles of a batch * parts, BatchSum) float32
     block_squares: Tensor  # (blocks of a batch,) float32: of y * RANGE, then of O
@@ -51,7 +51,7 @@ class Results(NamedTuple):
     row_max: Tensor  # (rows,) int32: max |U| of each row
     update_max: Tensor  # (tensors,) int32: max |U|
     scalars: Tensor  # (tensors, Scalar) float32
-    nonfinite: Tensor  # (tensors,) int32: 1 where the gradient was not finite
+    nonfinite: Tensor  # (tensors,) int32: marks of gradients that stop the step, see `guard`
     counters: Tensor  # (Counter,) int32
 
 
@@ -59,7 +59,7 @@ class RankSums(NamedTuple):
     """Sums over what this rank has. The first three are sent to the other ranks."""
 
     squares: Tensor  # float32, G² of each row and each column, at the places in `combined`
-    weight_squares: Tensor  # (tensors,) float32
+    weight_squares: Tensor  # (tensors, Square) float32, flat
     gradient_sums: Tensor  # (tensors, GradientSum) float32, flat
     chunk_sums: Tensor  # (row chunks, RowSum) float32
 
@@ -168,7 +168,8 @@ class StepSize(NamedTuple):
     """What a direction is multiplied by."""
 
     alpha: Any
-    scale: Any  # alpha times what the direction is normalised by
+    scale: Any  # alpha times what the direction is normalised by, times a power of two
+    inverse: Any  # the inverse of that power
     t: Any  # the step
 
 

@@ -15,6 +15,7 @@ from maxfactor.backends.triton.kernels.layout import (
     COLUMNS,
     COUNTER,
     RANGE,
+    SQUARE,
     UPDATE_SUM,
 )
 from maxfactor.backends.triton.kernels.tiles import (
@@ -99,15 +100,22 @@ def add_parts_of_tiles(partials, results, first_tile, tiles, measure, PARTS: tl.
             return
     local = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     real = local < tiles
-    weights = tl.zeros([COLUMNS], tl.float32)
+    usual = tl.zeros([COLUMNS], tl.float32)
+    large = tl.zeros([COLUMNS], tl.float32)
+    small = tl.zeros([COLUMNS], tl.float32)
     agreement = tl.zeros([COLUMNS], tl.float32)
     power = tl.zeros([COLUMNS], tl.float32)
     for part in tl.static_range(PARTS):
         sums = partials.batch_sums + (local * PARTS + part) * BATCH_SUM.COUNT
-        weights += tl.load(sums + BATCH_SUM.WEIGHTS, mask=real, other=0.0)
+        usual += tl.load(sums + BATCH_SUM.WEIGHTS, mask=real, other=0.0)
+        large += tl.load(sums + BATCH_SUM.LARGE_WEIGHTS, mask=real, other=0.0)
+        small += tl.load(sums + BATCH_SUM.SMALL_WEIGHTS, mask=real, other=0.0)
         agreement += tl.load(sums + BATCH_SUM.XM, mask=real, other=0.0)
         power += tl.load(sums + BATCH_SUM.XX, mask=real, other=0.0)
-    tl.store(partials.weight_squares + first_tile + local, weights, mask=real)
+    place = partials.weight_squares + (first_tile + local) * SQUARE.COUNT
+    tl.store(place + SQUARE.USUAL, usual, mask=real)
+    tl.store(place + SQUARE.LARGE, large, mask=real)
+    tl.store(place + SQUARE.SMALL, small, mask=real)
     if measure == 0:
         target = partials.update_sums + (first_tile + local) * UPDATE_SUM.COUNT
         tl.store(target + UPDATE_SUM.XM, agreement, mask=real)

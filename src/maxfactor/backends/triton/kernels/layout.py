@@ -71,6 +71,7 @@ MOMENTUM_BLOCK = tl.constexpr(int(Size.MOMENTUM_BLOCK))
 
 INFINITY_BITS = tl.constexpr(0x7F800000)  # of a float32
 TINY = tl.constexpr(1.1754943508222875e-38)  # smallest normal float32
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 # What y is multiplied by before it is squared: values from 1e-28 to 1e7 count. Larger ones do not
 # occur, because x is divided by the size of G; smaller ones do, next to `VARIANCE_FLOOR`.
 RANGE = tl.constexpr(1073741824.0)  # 2^30
@@ -223,7 +224,17 @@ class BatchSum(FromZero):
     XM = auto()
     XX = auto()
     SQUARES = auto()  # (y * RANGE)², and from `measure_directions` on O²
-    WEIGHTS = auto()  # W²
+    WEIGHTS = auto()  # W², in the order of `Square`
+    LARGE_WEIGHTS = auto()
+    SMALL_WEIGHTS = auto()
+
+
+class Square(FromZero):
+    """Parts of a sum of squares, see `rule/squares.py`."""
+
+    USUAL = auto()
+    LARGE = auto()
+    SMALL = auto()
 
 
 class Measure(FromZero):
@@ -314,6 +325,7 @@ SCALAR = DeviceEnum(Scalar)
 GRADIENT_SUM = DeviceEnum(GradientSum)
 UPDATE_SUM = DeviceEnum(UpdateSum)
 BATCH_SUM = DeviceEnum(BatchSum)
+SQUARE = DeviceEnum(Square)
 MEASURE = DeviceEnum(Measure)
 ROW_SUM = DeviceEnum(RowSum)
 EXTREME = DeviceEnum(Extreme)

@@ -21,11 +21,20 @@ from maxfactor.backends.triton.kernels.layout import (
     MAXIMA_STAGES,
     SCALAR,
     SETTING,
+    SQUARE,
     STRIPS_AT_ONCE,
     TINY,
     UPDATE_SUM,
 )
 from maxfactor.backends.triton.kernels.momentum import update_band_sums
+from maxfactor.backends.triton.kernels.squares import (
+    inverse_of,
+    is_unusual,
+    power_of_two,
+    root_of,
+    store_scaled,
+    store_usual,
+)
 from maxfactor.backends.triton.kernels.tiles import address_of, inverse_root, load_tile, sum_of
 from maxfactor.backends.triton.kernels.variance import dense_variance, is_floored, row_divisor
 
@@ -110,12 +119,11 @@ def maxima(
             cols = first + tl.arange(0, WIDTH)
             piece = Piece(rows, cols, m, n)
             g = load_tile(pointer, piece, spec.g_dtype, spec.aligned) * inverse_scale
+            c = tl.load(col_pointer + cols, mask=cols < col_end, other=1.0)
+            v = r[:, None] * c[None, :]
             if dense:
                 v = dense_variance(entry, setting, t, g, piece, spec.aligned)
-            else:
-                c = tl.load(col_pointer + cols, mask=cols < col_end, other=1.0)
-                v = r[:, None] * c[None, :]
-            u = tl.abs(g) * tl.rsqrt(tl.maximum(v, floor))
+            u = tl.abs(g) * root_of_piece(r, c, v, floor)
             by_row = tl.maximum(by_row, tl.max(u, axis=1))
             if spec.general:
                 total += tl.sum(u * u, axis=1)
@@ -124,8 +132,32 @@ def maxima(
     most = tl.max(bits, axis=0)
     tl.atomic_max(results.update_max + tl.load(entry + COLUMN.OWNER), most, sem="relaxed")
     if spec.general:
-        place = partials.update_squares + tl.load(entry + COLUMN.OWNER_BLOCK) + local
-        tl.store(place, tl.sum(total, axis=0))
+        number = tl.load(entry + COLUMN.OWNER_BLOCK) + local
+        place = partials.update_squares + number * SQUARE.COUNT
+        everything = tl.sum(total, axis=0)
+        if is_unusual(everything):  # once more, in units of a power of two near the maximum
+            unit = power_of_two(tl.max(by_row, axis=0))
+            again = tl.zeros([ROWS], tl.float32)
+            for first in range(0, n.to(tl.int32), WIDTH):
+                cols = first + tl.arange(0, WIDTH)
+                piece = Piece(rows, cols, m, n)
+                g = load_tile(pointer, piece, spec.g_dtype, spec.aligned) * inverse_scale
+                c = tl.load(col_pointer + cols, mask=cols < col_end, other=1.0)
+                v = r[:, None] * c[None, :]
+                if dense:
+                    v = dense_variance(entry, setting, t, g, piece, spec.aligned)
+                u = g * root_of_piece(r, c, v, floor) * inverse_of(unit)
+                again += tl.sum(u * u, axis=1)
+            store_scaled(place, tl.sum(again, axis=0), unit)
+        else:
+            store_usual(place, everything)
+
+
+@triton.jit
+def root_of_piece(r, c, v, floor):
+    """1 / sqrt(V) of a piece, from v = r c, or from a full variance; r c may have overflown."""
+    roots = inverse_root(r)[:, None] * inverse_root(c)[None, :]
+    return tl.where(v < float("inf"), tl.rsqrt(tl.maximum(v, floor)), roots)
 
 
 @triton.jit
@@ -246,18 +278,20 @@ def rescale(tables, partials, results):
     scale = 1.0 / update_divisor(setting, results.update_max, owner)
     numel = tl.maximum(tl.load(entry + COLUMN.NUMEL).to(tl.float32), 1.0)
     first, count = tl.load(entry + COLUMN.OWNER_TILE), tl.load(entry + COLUMN.OWNER_TILES)
+    by_mean = (flags & (FLAG.ADAFACTOR | FLAG.FACTORED)) != 0
+    divisor, factor = tl.where(by_mean, numel, 1.0), tl.where(by_mean, 1.0, scale)
     if (flags & FLAG.WITH_MOMENTUM) != 0:
         squares = sum_of(partials.update_sums + UPDATE_SUM.YY, first, count, UPDATE_SUM.COUNT)
+        norm = tl.sqrt_rn(squares / divisor) * factor
     else:
         first_block = tl.load(entry + COLUMN.OWNER_BLOCK)
         blocks = tl.load(entry + COLUMN.OWNER_BLOCKS)
-        squares = sum_of(partials.update_squares, first_block, blocks)
+        norm = root_of(partials.update_squares, first_block, blocks, divisor, factor)
     clip = tl.load(setting + SETTING.CLIP)
-    if (flags & (FLAG.ADAFACTOR | FLAG.FACTORED)) != 0:
+    if by_mean:
         bound = tl.where((flags & FLAG.FACTORED) != 0, tl.load(setting + SETTING.D), clip)
-        scale = 1.0 / tl.maximum(1.0, tl.sqrt_rn(squares / numel) / bound)
+        scale = 1.0 / tl.maximum(1.0, norm / bound)
     else:
-        norm = tl.sqrt_rn(squares) * scale
         shrink = tl.where(clip > 0.0, clip / tl.maximum(tl.maximum(norm, clip), TINY), 1.0)
         rms = norm * shrink / tl.sqrt_rn(numel)
         s = tl.maximum(1.0, rms / tl.load(setting + SETTING.D))  # (8)

@@ -29,6 +29,7 @@ from maxfactor.backends.triton.kernels.layout import (
     RANGE,
     SCALAR,
     SETTING,
+    SQUARE,
     TINY,
     UPDATE_SUM,
 )
@@ -38,6 +39,7 @@ from maxfactor.backends.triton.kernels.rounding import (
     store_measures,
     write_weights,
 )
+from maxfactor.backends.triton.kernels.squares import store_weight_squares
 from maxfactor.backends.triton.kernels.tiles import (
     address_of,
     append_signs,
@@ -126,7 +128,7 @@ def with_momentum(
     y_pointer = address_of(tables.pointers, entry, ADDRESS.ORTHOGONAL, spec.y_dtype)
     if spec.col_blocks:
         grid = grid_of(entry, partials.block_squares, first_tile)
-    place = results.row_max + tl.load(entry + COLUMN.ROW_SPACE)
+    row_max = results.row_max + tl.load(entry + COLUMN.ROW_SPACE)
     root_of_mean = tl.sqrt_rn(mean)
     if spec.direct:
         keep, alpha = tl.load(scalar + SCALAR.KEEP), tl.load(scalar + SCALAR.ALPHA)
@@ -179,7 +181,7 @@ def with_momentum(
                 highest = tl.maximum(highest, by_row)
                 if not dense:
                     bits = by_row.to(tl.int32, bitcast=True)
-                    tl.atomic_max(place + rows, bits, mask=rows < m, sem="relaxed")
+                    tl.atomic_max(row_max + rows, bits, mask=rows < m, sem="relaxed")
             if spec.direct:
                 if dense:
                     var_pointer = tl.load(entry + COLUMN.COL_VAR)
@@ -207,7 +209,8 @@ def with_momentum(
         if not spec.direct:
             tl.store(sums + UPDATE_SUM.YY, tl.sum(total, axis=0))
     if spec.direct:
-        tl.store(partials.weight_squares + tile, tl.sum(total, axis=0))
+        place = partials.weight_squares + tile * SQUARE.COUNT
+        store_weight_squares(place, target, total, spec.p_dtype, spec.aligned)
         if spec.records:
             store_measures(target, changes, total, lost)
         if tile == tl.load(entry + COLUMN.OWNER_TILE):

@@ -16,6 +16,7 @@ from maxfactor.backends.triton.kernels.layout import (
     GRADIENT_SUM,
     ROW_SUM,
     SETTING,
+    SQUARE,
     TASK,
     TASK_COLUMN,
     UPDATE_SUM,
@@ -43,7 +44,9 @@ def add_parts(tables, combined, partials, totals):
     if kind == TASK.TENSOR:
         owner = tl.load(entry + COLUMN.OWNER)
         first, count = tl.load(entry + COLUMN.OWNER_TILE), tl.load(entry + COLUMN.OWNER_TILES)
-        tl.store(totals.weight_squares + owner, sum_of(partials.weight_squares, first, count))
+        add_squares(
+            totals.weight_squares + owner * SQUARE.COUNT, partials.weight_squares, first, count
+        )
         if (tl.load(entry + COLUMN.FLAGS) & FLAG.WITH_MOMENTUM) != 0:
             sums = totals.gradient_sums + owner * GRADIENT_SUM.COUNT
             parts = partials.gradient_sums
@@ -111,13 +114,14 @@ def average_rows(combined, settings, by_mean, matrix_sums, row_var_sums):
 
 
 @triton.jit
-def add_updates(tables, partials, totals):
+def add_updates(tables, partials, totals, squares):
     """Add up the sums over a tensor's update that (8) and (11) need.
 
     Args:
         tables: `Tables`.
         partials: `Partials`.
-        totals: (tensors, UpdateSum) float32, written.
+        totals: (tensors, UpdateSum) float32, written for tensors with momentum.
+        squares: (tensors, Square) float32, written for the others.
     """
     owner = tl.program_id(0)
     k = tl.load(tables.first_matrix + owner).to(tl.int64)
@@ -132,4 +136,11 @@ def add_updates(tables, partials, totals):
         tl.store(total + UPDATE_SUM.YY, sum_of(yy, first, count, UPDATE_SUM.COUNT))
     else:
         first, count = tl.load(entry + COLUMN.OWNER_BLOCK), tl.load(entry + COLUMN.OWNER_BLOCKS)
-        tl.store(total + UPDATE_SUM.YY, sum_of(partials.update_squares, first, count))
+        add_squares(squares + owner * SQUARE.COUNT, partials.update_squares, first, count)
+
+
+@triton.jit
+def add_squares(place, parts, first, count):
+    """Add up `count` sums of squares from `first` on, each of their parts."""
+    for part in tl.static_range(SQUARE.COUNT):
+        tl.store(place + part, sum_of(parts + part, first, count, SQUARE.COUNT))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from maxfactor.backends import guard
 from maxfactor.backends.triton.kernels.descriptors import Piece
 from maxfactor.backends.triton.kernels.layout import (
     ADDRESS,
@@ -15,6 +16,7 @@ from maxfactor.backends.triton.kernels.layout import (
     COUNTER,
     EXTREME,
     FLAG,
+    FLOAT32_MAX,
     GRADIENT_SUM,
     INFINITY_BITS,
     MEASURE,
@@ -28,6 +30,7 @@ from maxfactor.backends.triton.kernels.layout import (
     TILE_ROWS,
 )
 from maxfactor.backends.triton.kernels.momentum import momentum_scalars
+from maxfactor.backends.triton.kernels.squares import root_of
 from maxfactor.backends.triton.kernels.tiles import (
     address_of,
     append_signs,
@@ -36,9 +39,10 @@ from maxfactor.backends.triton.kernels.tiles import (
     load_tile,
     sign_places,
     sum_down,
-    sum_of,
 )
 from maxfactor.backends.triton.kernels.variance import dense_variance, statistic_weight
+
+OVERFLOWS, NOT_FINITE = tl.constexpr(guard.OVERFLOWS), tl.constexpr(guard.NOT_FINITE)
 
 
 @triton.jit(do_not_specialize=["first_tile"])
@@ -126,7 +130,12 @@ def statistics(
         col_place = tl.load(entry + COLUMN.COL_PART) + (local // strips) * n + cols
         tl.store(partials.col_squares + col_place, total, mask=cols < n)
     everything = tl.sum(total, axis=0)
-    finite = everything < float("inf")  # false for NaN too
+    # Neither this sum nor that of all tiles may overflow, on all ranks; false for NaN, too.
+    shards = tl.cdiv(tl.load(entry + COLUMN.ALL_ROWS), m) * tl.cdiv(
+        tl.load(entry + COLUMN.ALL_COLS), n
+    )
+    tiles = tl.load(entry + COLUMN.OWNER_TILES) * tl.maximum(shards, 1)
+    finite = everything < 1.0 / tiles.to(tl.float32) * FLOAT32_MAX
     if signed:
         zeros = has_zeros(least, cols, n) | (finite == 0)
         tl.store(partials.unsigned + tile, zeros.to(tl.int8))
@@ -141,8 +150,15 @@ def statistics(
         tl.store(partials.measures + tile * PARTS * MEASURE.COUNT + MEASURE.GRADIENTS, everything)
     if CHECK:
         if finite == 0:
+            mark = OVERFLOWS
+            for number in range(pieces):  # once more: is it G that is not finite, or its squares?
+                rows = (first_row + number * PIECE_ROWS + tl.arange(0, PIECE_ROWS)).to(tl.int32)
+                g = load_tile(pointer, Piece(rows, cols, m, n), spec.g_dtype, spec.aligned) * scale
+                infinite = tl.where(tl.abs(g) < float("inf"), OVERFLOWS, NOT_FINITE)
+                mark = tl.maximum(mark, tl.max(tl.max(infinite, axis=1), axis=0))
             tl.store(results.counters + COUNTER.SEEN, 1)
-            tl.store(results.nonfinite + tl.load(entry + COLUMN.OWNER), 1)
+            place = results.nonfinite + tl.load(entry + COLUMN.OWNER)
+            tl.atomic_max(place, mark, sem="relaxed")
 
 
 @triton.jit
@@ -251,9 +267,9 @@ def tensor_scalars(entry, setting, weight_squares, scalars, skip):
     """Step size, decay and momentum coefficients of one tensor: (2), (3), (4), (11)."""
     flags = tl.load(entry + COLUMN.FLAGS)
     first, count = tl.load(entry + COLUMN.OWNER_TILE), tl.load(entry + COLUMN.OWNER_TILES)
-    mean = sum_of(weight_squares, first, count) / tl.load(entry + COLUMN.NUMEL).to(tl.float32)
+    numel = tl.load(entry + COLUMN.NUMEL).to(tl.float32)
     t = tl.load(tl.load(entry + COLUMN.STEP).to(tl.pointer_type(tl.float32))) + 1.0
-    size = tl.sqrt_rn(mean)
+    size = root_of(weight_squares, first, count, numel, 1.0)
     if (flags & FLAG.INITIAL) != 0:
         initial = tl.load(entry + COLUMN.INITIAL_RMS).to(tl.pointer_type(tl.float32))
         at_first = tl.load(initial)

@@ -23,6 +23,7 @@ from maxfactor.backends.triton.kernels.layout import (
     PARTS,
     SCALAR,
     SETTING,
+    SQUARE,
     TINY,
 )
 from maxfactor.backends.triton.kernels.maxima import update_divisor
@@ -32,6 +33,11 @@ from maxfactor.backends.triton.kernels.rounding import (
     noise_key,
     store_measures,
     write_weights,
+)
+from maxfactor.backends.triton.kernels.squares import (
+    inverse_of,
+    power_of_two,
+    store_weight_squares,
 )
 from maxfactor.backends.triton.kernels.tiles import (
     address_of,
@@ -110,11 +116,16 @@ def apply(
     part = tile * PARTS + tl.program_id(0) % spec.parts
     noise, measures = Noise(key, origin, stride, flags), partials.measures + part * MEASURE.COUNT
     target = Target(w_pointer, span, m, n, keep, noise, measures)
-    place = results.row_max + tl.load(entry + COLUMN.ROW_SPACE)
+    row_max = results.row_max + tl.load(entry + COLUMN.ROW_SPACE)
+    # U is divided by a power of two near its maximum, and the scale multiplied by it: alpha times
+    # the scale alone may leave the range of float32. It rounds nothing.
+    divisor = update_divisor(setting, results.update_max, owner)
+    by_mean = (flags & (FLAG.ADAFACTOR | FLAG.FACTORED)) != 0  # U is not divided by its maximum
+    power = tl.where(by_mean, 1.0, power_of_two(divisor))
     if spec.general:
-        scale = alpha * tl.load(scalar + SCALAR.SCALE)
+        scale = alpha * (tl.load(scalar + SCALAR.SCALE) * power)
     else:
-        scale = alpha / update_divisor(setting, results.update_max, owner)  # RMS(U) <= 1 <= d
+        scale = alpha / (divisor * inverse_of(power))  # RMS(U) <= 1 <= d
     if not spec.momentum:  # which negates G itself, as M keeps it
         if (flags & FLAG.MAXIMIZE) != 0:
             scale = -scale
@@ -135,18 +146,18 @@ def apply(
         total = move_by_direction(target, pointer, scale, grid, STAGES, spec)
     elif by_signs:
         signs = tl.load(sign_places(sign_bits, tile)).to(tl.uint32, bitcast=True)
-        total = move_by_signs(target, signs, place, scale, STAGES, spec)
+        total = move_by_signs(target, signs, row_max, inverse_of(power), scale, STAGES, spec)
     else:
         matrix = MatrixEntry(k, entry, setting, scalar, owner, flags)
-        size = StepSize(alpha, scale, t)
+        size = StepSize(alpha, scale, inverse_of(power), t)
         total = move_by_update(
-            tables, results, matrix, target, size, place, grad_scale, SCALED, STAGES, spec
+            tables, results, matrix, target, size, row_max, grad_scale, SCALED, STAGES, spec
         )
     if spec.orthogonal:
-        sums = partials.batch_sums + tl.program_id(0) * BATCH_SUM.COUNT
-        tl.store(sums + BATCH_SUM.WEIGHTS, tl.sum(total, axis=0))
+        place = partials.batch_sums + tl.program_id(0) * BATCH_SUM.COUNT + BATCH_SUM.WEIGHTS
     else:
-        tl.store(partials.weight_squares + tile, tl.sum(total, axis=0))
+        place = partials.weight_squares + tile * SQUARE.COUNT
+    store_weight_squares(place, target, total, spec.p_dtype, spec.aligned)
     if (tile == tl.load(entry + COLUMN.OWNER_TILE)) & (measure == 0):
         tl.store(tl.load(entry + COLUMN.STEP).to(tl.pointer_type(tl.float32)), t)
 
@@ -163,7 +174,7 @@ def measure_weights(target, STAGES: tl.constexpr, spec: tl.constexpr):
 
 
 @triton.jit
-def move_by_signs(target, signs, row_max, scale, STAGES: tl.constexpr, spec: tl.constexpr):
+def move_by_signs(target, signs, row_max, inverse, scale, STAGES: tl.constexpr, spec: tl.constexpr):
     """Move a tile by row maxima and packed signs; sums of the new W², by column."""
     span, n = target.span, target.n
     total = tl.zeros([COLUMNS], tl.float32)
@@ -172,7 +183,7 @@ def move_by_signs(target, signs, row_max, scale, STAGES: tl.constexpr, spec: tl.
         piece = piece_of(span, number, target.m, n)
         w = load_tile(target.pointer, piece, spec.p_dtype, spec.aligned)
         bits = tl.load(row_max + piece.rows, mask=piece.rows < target.m, other=0)
-        size = (bits.to(tl.float32, bitcast=True) * scale)[:, None]
+        size = (bits.to(tl.float32, bitcast=True) * inverse * scale)[:, None]
         move = with_signs(size, signs, number, span.pieces)  # (9)
         new = write_weights(target, w, move, piece, spec.p_dtype, spec.aligned)
         if spec.records:
@@ -263,7 +274,7 @@ def move_by_update(
         g = load_tile(g_pointer, piece, spec.g_dtype, spec.aligned) * inverse_scale
         w = load_tile(target.pointer, piece, spec.p_dtype, spec.aligned)
         bits = tl.where(vector, whole, tl.load(row_max + rows, mask=rows < m, other=0))
-        size = (bits.to(tl.float32, bitcast=True) * step.scale)[:, None]
+        size = (bits.to(tl.float32, bitcast=True) * step.inverse * step.scale)[:, None]
         u, v = g, g
         if dense:
             v = dense_variance(entry, setting, step.t, g, piece, spec.aligned)
@@ -280,11 +291,11 @@ def move_by_update(
         move = tl.where(u > 0.0, size, tl.where(u < 0.0, -size, 0.0))  # (9)
         if spec.momentum:
             if (flags & FLAG.SIGN) == 0:
-                move = u * step.scale
+                move = u * step.inverse * step.scale
         elif dense:
             if spec.general:
                 if (flags & FLAG.SIGN) == 0:
-                    move = g * tl.rsqrt(tl.maximum(v, floor)) * step.scale
+                    move = g * tl.rsqrt(tl.maximum(v, floor)) * step.inverse * step.scale
                 if (flags & FLAG.BOOSTED) != 0:
                     root = tl.maximum(tl.sqrt_rn(v) + tl.load(setting + SETTING.EPS1), TINY)
                     up = tl.where((flags & FLAG.MAXIMIZE) != 0, -step.alpha, step.alpha)
@@ -292,7 +303,11 @@ def move_by_update(
         elif spec.general:
             if (flags & FLAG.SIGN) == 0:
                 row_roots = factor_roots(r_pointer, rows, r_end, divisor)
-                move = g * (step.scale * inverse_roots(row_roots, col_roots, root_of_floor))
+                roots = inverse_roots(row_roots, col_roots, root_of_floor)
+                if (flags & (FLAG.ADAFACTOR | FLAG.FACTORED)) != 0:
+                    move = g * (step.scale * roots)
+                else:
+                    move = g * roots * step.inverse * step.scale
         new = write_weights(target, w, move, piece, spec.p_dtype, spec.aligned)
         if spec.records:
             change, few = change_of(target, w, move, new, piece, spec.p_dtype)
