@@ -51,7 +51,7 @@ def step(
         grads = local_gradients(inputs)
     for each in inputs:
         if each.param.numel() == 0:
-            each.state["step"].add_(1.0)
+            each.state["step"].add_(1)
     batches = sort_into_batches(inputs, grads, foreach=foreach, shared=not groups)
     if groups:
         return run_on_all(list(batches), inputs, groups, check=check)

@@ -35,6 +35,7 @@ from maxfactor.backends.triton.kernels.tiles import (
     inverse_root,
     load_tile,
     sign_places,
+    step_place,
     sum_down,
     sum_of,
 )
@@ -195,8 +196,8 @@ def finalize(tables, partials, results, found_inf, SCALED: tl.constexpr):
     m = tl.load(entry + COLUMN.ROWS)
     n = tl.load(entry + COLUMN.COLS)
     if kind == TASK.EMPTY:
-        place = tl.load(entry + COLUMN.STEP).to(tl.pointer_type(tl.float32))
-        tl.store(place, tl.load(place) + tl.where(skip == 0, 1.0, 0.0))
+        place = step_place(entry)
+        tl.store(place, tl.load(place) + (skip == 0).to(tl.int64))
     elif kind == TASK.TENSOR:
         owner = tl.load(entry + COLUMN.OWNER)
         tl.store(results.update_max + owner, 0)
@@ -204,7 +205,7 @@ def finalize(tables, partials, results, found_inf, SCALED: tl.constexpr):
             tl.store(results.nonfinite + owner, 0)
         tensor_scalars(entry, setting, partials.weight_squares, results.scalars, skip)
     else:
-        t = tl.load(tl.load(entry + COLUMN.STEP).to(tl.pointer_type(tl.float32))) + 1.0
+        t = (tl.load(step_place(entry)) + 1).to(tl.float32)
         kappa = statistic_weight(t, setting)
         if kind == TASK.ROWS:
             inside = at < m
@@ -252,7 +253,8 @@ def tensor_scalars(entry, setting, weight_squares, scalars, skip):
     flags = tl.load(entry + COLUMN.FLAGS)
     first, count = tl.load(entry + COLUMN.OWNER_TILE), tl.load(entry + COLUMN.OWNER_TILES)
     mean = sum_of(weight_squares, first, count) / tl.load(entry + COLUMN.NUMEL).to(tl.float32)
-    t = tl.load(tl.load(entry + COLUMN.STEP).to(tl.pointer_type(tl.float32))) + 1.0
+    count = tl.load(step_place(entry)) + 1
+    t = count.to(tl.float32)
     size = tl.sqrt_rn(mean)
     if (flags & FLAG.INITIAL) != 0:
         initial = tl.load(entry + COLUMN.INITIAL_RMS).to(tl.pointer_type(tl.float32))
@@ -277,5 +279,6 @@ def tensor_scalars(entry, setting, weight_squares, scalars, skip):
         tl.store(scalar + SCALAR.ALPHA, alpha)
     tl.store(scalar + SCALAR.KEEP, 1.0 - decay * tl.load(setting + SETTING.WEIGHT_DECAY))
     tl.store(scalar + SCALAR.TIME, t)
+    tl.store(scalar + SCALAR.COUNT_BITS, count.to(tl.int32).to(tl.float32, bitcast=True))
     if (flags & FLAG.WITH_MOMENTUM) != 0:
         momentum_scalars(entry, setting, scalar, flags, t)
