@@ -10,13 +10,16 @@ CORE := $(addprefix tests/test_,adafactor.py bad_input.py checkpoint.py defects.
 # A test that hangs is named and ends its worker; the others go on.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --timeout 300 --timeout-method thread
 
-.PHONY: check test demo docs test-gpu lint install clean
+.PHONY: check test soak demo docs test-gpu lint install clean
 
 check: lint  ## for daily work, 90 seconds: lint, types, contracts, a fast core of the tests
 	$(PYTEST) $(CORE)
 
 test: lint  ## everything: what CI runs
 	$(PYTEST)
+
+soak: install  ## for a night: thousands of faults, and 20 000 steps on each backend
+	MAXFACTOR_SOAK=1 $(PYTEST) --timeout 7200 tests/test_faults.py tests/test_long_runs.py tests/test_speech_faults.py
 
 lint: install  ## style, types, and contracts between packages
 	$(BIN)/ruff check

@@ -1,4 +1,4 @@
-"""How much the tests of faults and of long runs do: a little in `make test`, a lot in `make soak`."""
+"""How much the tests of faults and long runs do: a little in `make test`, a lot in `make soak`."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_rows() -> None:
     assert rows[3].weight_decay == 0.0
     assert rows[0].lr == 0.5
     # codes, one scale a row, two factors, the step and the first RMS
-    assert rows[0].state_bytes == 64 + 4 * (8 + 8 + 8 + 1 + 1)
+    assert rows[0].state_bytes == 64 + 4 * (8 + 8 + 8 + 1) + 8
     assert rows[0].bytes_per_parameter == rows[0].state_bytes / 64
     assert rows.total.parameters == 922
     assert rows.total.state_bytes == sum(row.state_bytes for row in rows)

@@ -13,12 +13,12 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -41,6 +41,7 @@ from soak import amount
 
 resource: Any = pytest.importorskip("resource")  # limits and forks of POSIX
 
+T = TypeVar("T")
 STEPS = 3
 BASE = Settings(
     optimizer="lean", steps=STEPS, batch_size=6, evaluate_every=1, keep=1, device="cpu",
@@ -127,6 +128,14 @@ def assert_ends_alike(out: Path, whole: Path) -> None:
     assert left == {last.name, (out / "best").resolve().name}
 
 
+def outcome(call: Callable[[], T]) -> tuple[T | None, str | None]:
+    """What a call returned, or the sentence with which it was refused."""
+    try:
+        return call(), None
+    except InputError as error:
+        return None, str(error)
+
+
 # ------------------------------------------------------------------------------------ killed
 
 
@@ -137,10 +146,10 @@ def test_a_checkpoint_killed_between_any_two_writes(
     names, number, rounds = set(), 0, 0
     for _ in range(KILLS):
         out = copy_of(begun, tmp_path / "out")
-        if not killed_at(number, lambda out=out: unsaved.save(out)):
+        if not killed_at(number, partial(unsaved.save, out)):
             number, rounds = 0, rounds + 1
             out = copy_of(begun, out)
-            assert killed_at(number, lambda out=out: unsaved.save(out))
+            assert killed_at(number, partial(unsaved.save, out))
         names.add(checkpoint.checkpoints(out)[-1].name)
         assert_ends_alike(out, whole)
         number += 1
@@ -157,7 +166,7 @@ def test_a_checkpoint_killed_amid_a_write(
     for number in range(MIDDLE_KILLS):
         most = sizes[-1 - number % len(sizes)]
         out = copy_of(begun, tmp_path / "out")
-        assert killed_beyond(random_sizes.randrange(most - 1), lambda out=out: unsaved.save(out))
+        assert killed_beyond(random_sizes.randrange(most - 1), partial(unsaved.save, out))
         assert checkpoint.checkpoints(out)[-1].name == "step-00000001"
         assert_ends_alike(out, whole)
 
@@ -168,7 +177,7 @@ def test_a_training_killed_at_any_write(whole: Path, begun: Path, tmp_path: Path
     for _ in range(TRAINING_KILLS):
         out = copy_of(begun, tmp_path / "out")
         for number in (chosen.randrange(130), chosen.randrange(60)):  # killed once, and again
-            killed_at(number, lambda out=out: resume(out))
+            killed_at(number, partial(resume, out))
         assert_ends_alike(out, whole)
 
 
@@ -260,10 +269,8 @@ def test_a_disk_without_room_for_names(begun: Path, unsaved: Trainer, tmp_path: 
         with tiny_disk(tmp_path / f"disk{left}", 1 << 24, used + left) as disk:
             out = copy_of(begun, disk / "out")
             unsaved._saved = None
-            try:
-                unsaved.save(out)
-            except InputError as error:
-                assert str(error).endswith(": cannot be written, the disk is full")
+            _, reason = outcome(partial(unsaved.save, out))
+            assert reason is None or reason.endswith(": cannot be written, the disk is full")
             last = checkpoint.checkpoints(out)[-1]
             outcomes.append(last.name)
             checksums.check_checkpoint(last)
@@ -348,11 +355,10 @@ def test_damaged_model_folders(begun: Path, tmp_path: Path) -> None:
         before = path.read_bytes()
         path.write_bytes(damaged(before, chosen))
         remarks: list[str] = []
-        try:
-            found = content_of(folder, remarks)
-        except InputError as error:
-            assert "\n" not in str(error)
-            assert str(folder) in str(error)
+        found, reason = outcome(partial(content_of, folder, remarks))
+        if reason is not None:
+            assert "\n" not in reason
+            assert str(folder) in reason
         else:
             assert found == expected or str(path) in remarks[0]
             assert path.suffix != ".safetensors" or path.read_bytes() == before
@@ -416,10 +422,8 @@ def test_damaged_settings_and_metrics(whole: Path, tmp_path: Path) -> None:
                 Metrics(out, STEPS, tensorboard=False)
                 assert all(line["step"] <= STEPS for line in read_metrics(out))
                 continue
-            try:
-                assert resumed(out, BASE) == BASE
-            except InputError as error:
-                assert str(out) in str(error)
+            found, reason = outcome(partial(resumed, out, BASE))
+            assert found == BASE if reason is None else str(out) in reason
         (out / name).write_bytes(before)
     assert json.loads((out / SETTINGS).read_text()) == json.loads(json.dumps(asdict(BASE)))
 
@@ -429,7 +433,12 @@ def test_damaged_settings_and_metrics(whole: Path, tmp_path: Path) -> None:
 
 def rank_of(rank: int, world: int, port: int, out: Path, shard: str, lost: int | None) -> None:
     """A process of a training, as `torchrun` starts it; `lost` is killed in step 2."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    names: dict[str, object] = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+    }
     names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()})
     step = Trainer.train_step
@@ -450,7 +459,7 @@ def started(world: int, out: Path, shard: str, lost: int | None) -> list[int]:
     del store  # the port is free now, and hardly taken by another
     return [
         forked(
-            lambda rank=rank: rank_of(rank, world, port, out, shard, lost),
+            partial(rank_of, rank, world, port, out, shard, lost),
             out.with_name(f"told-{rank}"),
         )
         for rank in range(world)

@@ -3,8 +3,9 @@
 Keys: `step`, and `row_var` and `col_var` (a matrix) or `variance` (everything else). With momentum
 `momentum`, with int8 `momentum_scale`, with FAM a matrix's `band_sums`. With scale="initial"
 `initial_rms`. All are float32 for any dtype of the parameter, except `momentum`, which has the
-dtype of the settings, and `step`, an int64: float32 cannot count past 2^24. Factors and scales have the parameter's number of dimensions, with size 1
-where they are averaged, so they are sharded along the same dimensions as the parameter.
+dtype of the settings, and `step`, an int64, because float32 cannot count past 2^24. Factors and
+scales have the parameter's number of dimensions, with size 1 where they are averaged, so they are
+sharded along the same dimensions as the parameter.
 """
 
 from __future__ import annotations
