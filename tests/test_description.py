@@ -23,9 +23,9 @@ SETTINGS: list[dict[str, Any]] = [
 
 TABLE = """\
 group  tensors  parameters  state bytes  B/param   lr  decay  direction  momentum  example
-0            1       1,200          284    0.237  0.5   0.01  sign_max   none      w (40, 30)
-1            1          30          244    8.133  0.5   0.01  sign_max   0.5 fp32  b (30,)
-total        2       1,230          528    0.429"""
+0            1       1,200          288    0.240  0.5   0.01  sign_max   none      w (40, 30)
+1            1          30          248    8.267  0.5   0.01  sign_max   0.5 fp32  b (30,)
+total        2       1,230          536    0.436"""
 
 
 def parameters(device: str = "cpu") -> list[tuple[str, Tensor]]:
