@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 CHECKSUMS = "checksums.json"
 ALGORITHM = "sha256"
 WEIGHTS = ".safetensors"  # files that nobody edits by hand
+TEXTS = (".json", ".txt", ".jinja")
 CHUNK = 1 << 22  # bytes read at a time
 THREADS = 4  # files that are read at the same time; hashing does not hold Python's lock
 
 
 def write_checksums(folder: Path) -> None:
     """Write the checksums of all files in a folder, and wait until everything is on the disk."""
+    (folder / CHECKSUMS).unlink(missing_ok=True)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [path.relative_to(folder).as_posix() for path in paths]
     with ThreadPoolExecutor(THREADS) as pool:
@@ -57,12 +59,11 @@ def check_model(folder: Path) -> list[str]:
     """
     remedy = f"restore it, or delete {CHECKSUMS} if you changed it yourself"
     sums = _listed(folder, remedy) or {}
-    weights = [name for name in sums if name.endswith(WEIGHTS)]
+    own = [name for name in sums if "/" not in name]  # adapters and shards are for a training
+    weights = [name for name in own if name.endswith(WEIGHTS)]
     for name in _changed(folder, sums, weights):
         raise _damaged(folder / name, remedy)
-    # What only a training needs is checked when it is resumed.
-    others = [name for name in sums if name.endswith((".json", ".txt", ".jinja"))]
-    return list(_changed(folder, sums, others))
+    return list(_changed(folder, sums, [name for name in own if name.endswith(TEXTS)]))
 
 
 def _listed(folder: Path, remedy: str) -> dict[str, str] | None:
