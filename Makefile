@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --timeout 300 --timeout-method thre
 
 MINUTES ?= 0
 
-.PHONY: check test fuzz demo docs test-gpu lint install clean
+.PHONY: check test fuzz soak demo docs test-gpu lint install clean
 
 check: lint  ## for daily work, 90 seconds: lint, types, contracts, a fast core of the tests
 	$(PYTEST) $(CORE)
@@ -22,6 +22,9 @@ test: lint  ## everything: what CI runs
 
 fuzz: install  ## the property tests with random seeds, for MINUTES=10 or until Ctrl-C
 	$(BIN)/python tests/fuzz.py --minutes $(MINUTES)
+
+soak: install  ## for a night: thousands of faults, and 20 000 steps on each backend
+	MAXFACTOR_SOAK=1 $(PYTEST) --timeout 7200 tests/test_faults.py tests/test_long_runs.py tests/test_speech_faults.py
 
 lint: install  ## style, types, and contracts between packages
 	$(BIN)/ruff check

@@ -40,6 +40,7 @@ MISSING = [name for name in ("jiwer", "soundfile", "typer") if find_spec(name) i
 # Each starts processes, trains a model to begin with, or imports a large package, once for all its
 # tests.
 ON_ONE_WORKER = (
+    "test_speech_faults.py",
     "test_speech_folders.py",
     "test_speech_parallel.py",
     "test_speech_small_memory.py",

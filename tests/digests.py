@@ -127,6 +127,7 @@ def summary(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
         for key, value in sorted({"param": param, **optimizer.state[param]}.items()):
             local = value.to_local() if isinstance(value, DTensor) else value
             local = local.detach().cpu().contiguous()
+            local = local.to(torch.float32) if key == "step" else local  # as it was once stored
             together.update(f"{name} {key} {local.dtype} {tuple(local.shape)}".encode())
             together.update(local.reshape(-1).view(torch.uint8).numpy().tobytes())
             by_key.setdefault(key, []).append(local.double().reshape(-1).numpy())

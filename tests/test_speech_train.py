@@ -36,6 +36,7 @@ from maxfactor_speech.data.audio import SAMPLE_RATE
 from maxfactor_speech.data.shards import ShardedUtterances
 from maxfactor_speech.errors import InputError
 from maxfactor_speech.training import checkpoint, loop
+from maxfactor_speech.training.checksums import write_checksums
 from maxfactor_speech.training.evaluation import Evaluation
 from maxfactor_speech.training.folder_lock import folder_lock
 from maxfactor_speech.training.loop import train
@@ -111,6 +112,7 @@ def test_a_checkpoint_does_not_change_device_settings(cache: Path, tmp_path: Pat
         assert isinstance(group["lr"], float)
         group |= {"capturable": True, "fused": True}  # as AdamW has it there
     torch.save(saved, path)
+    write_checksums(path.parent)
     train(settings, moved, resume=True, cache=cache, workers=1)
     assert_same_weights(tmp_path / "whole", moved)
 
@@ -412,8 +414,8 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_resumes(
         result = run(*options)
         assert result.exit_code == 2, (result.output, result.exception)
         [line] = result.stderr.splitlines()
-        assert f"{last / checkpoint.TRAINING}: cannot be read" in line
-        assert line.endswith("delete its folder to resume from the checkpoint before it")
+        assert f"{last / checkpoint.TRAINING}: is damaged, as its SHA-256 is not that of" in line
+        assert line.endswith(f"delete {last} to resume from the checkpoint before it")
     shutil.rmtree(last)
     assert run(*options).exit_code == 0
 
@@ -589,7 +591,7 @@ def wrong_transcribe(trained: Path, folder: Path) -> list[tuple[list[object], st
         (["transcribe", trained, noise], "noise.wav: cannot be read as audio"),
         (["transcribe", trained, long], "long.wav: 10.0 s long, but the model takes at most "),
         (["transcribe", folder, example], f"{folder}: no config.json"),
-        (["transcribe", broken, example], "broken: cannot be read as a Whisper model"),
+        (["transcribe", broken, example], "broken/model.safetensors: is damaged, as its SHA-256"),
         (["transcribe", other, example], "other: contains a model of type 'bert'"),
         (["transcribe", trained, example, "--device", "foo"], "device must be cpu, cuda"),
         (["transcribe", trained, example, "--device", "cuda:99"], "use --device cpu"),

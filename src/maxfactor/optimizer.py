@@ -406,7 +406,7 @@ class FactoredOptimizer(Optimizer):
             >>> table[0].examples
             ('weight (200, 300)', 'bias (200,)')
             >>> table.total.state_bytes
-            2808
+            2816
         """
         rows = [
             describe_group(

@@ -3,8 +3,9 @@
 Keys: `step`, and `row_var` and `col_var` (a matrix) or `variance` (everything else). With momentum
 `momentum`, with int8 `momentum_scale`, with FAM a matrix's `band_sums`. With scale="initial"
 `initial_rms`. All are float32 for any dtype of the parameter, except `momentum`, which has the
-dtype of the settings. Factors and scales have the parameter's number of dimensions, with size 1
-where they are averaged, so they are sharded along the same dimensions as the parameter.
+dtype of the settings, and `step`, an int64, because float32 cannot count past 2^24. Factors and
+scales have the parameter's number of dimensions, with size 1 where they are averaged, so they are
+sharded along the same dimensions as the parameter.
 """
 
 from __future__ import annotations
@@ -172,8 +173,9 @@ def state_shapes(shape: Shape, rule: TensorRule) -> dict[str, Shape]:
 
 
 def state_dtypes(shape: Shape, rule: TensorRule) -> dict[str, torch.dtype]:
-    """The dtype of each state tensor: float32, except for a matrix's momentum."""
+    """The dtype of each state tensor: float32, except for the counter and the momentum."""
     found = dict.fromkeys(state_shapes(shape, rule), torch.float32)
+    found["step"] = torch.int64
     if "momentum" in found:
         found["momentum"] = MOMENTUM_DTYPES[rule.momentum_dtype]
     return found
@@ -194,7 +196,12 @@ def init_state(param: Tensor, rule: TensorRule, *, step_on_device: bool = False)
     if rule.keeps_initial_rms:
         state["initial_rms"].fill_(size_from_shape(tuple(param.shape)))
     device = param.device if step_on_device else "cpu"
-    return {"step": torch.zeros((), dtype=torch.float32, device=device), **state}
+    return {"step": torch.zeros((), dtype=dtypes["step"], device=device), **state}
+
+
+def as_float(t: float | Tensor) -> float | Tensor:
+    """The number of a step as the equations take it; on the device, float32."""
+    return t.to(torch.float32) if isinstance(t, Tensor) else t
 
 
 def size_from_shape(shape: Shape) -> float:

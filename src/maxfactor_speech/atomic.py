@@ -26,10 +26,23 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+        sync_folder(path.parent)
     except OSError as error:
         with suppress(OSError):  # the first error is the one to report
             partial.unlink()
         raise InputError(f"{path}: cannot be written, {failure_reason(error)}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, where the system can do that."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # some file systems refuse it, and need none
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def check_writable(folder: Path, option: str) -> None:

@@ -7,6 +7,7 @@ import shlex
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path  # typer reads the annotations
 from shutil import which
 from typing import TYPE_CHECKING, Annotated, Any
@@ -349,7 +350,9 @@ def transcribe(
     with _one_line_errors():
         from maxfactor_speech.training.transcription import transcribe_files
 
-        for path, text, segments in transcribe_files(model, audio, device, timestamps):
+        for path, text, segments in transcribe_files(
+            model, audio, device, timestamps, say=partial(typer.echo, err=True)
+        ):
             lines = [f"{_span(one)}\t{one.text}" for one in segments] if timestamps else [text]
             for line in lines:
                 typer.echo(line if len(audio) == 1 else f"{path}\t{line}")

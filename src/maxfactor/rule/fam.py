@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from maxfactor.settings import BLOCK, FLOAT32_TINY
+from maxfactor.state import as_float
 
 if TYPE_CHECKING:
     from maxfactor.settings import FAM
@@ -68,7 +69,7 @@ class Spectrum:
 def spectrum(sums: Tensor, t: float | Tensor, fam: FAM) -> Spectrum:
     """The spectrum from the sums of a parameter after t steps, without a host sync."""
     power = sums[POWER]
-    seen = 1 - fam.theta**t  # bias correction of the sums
+    seen = 1 - fam.theta ** as_float(t)  # bias correction of the sums
     seen = seen.clamp(min=FLOAT32_TINY) if isinstance(seen, Tensor) else max(seen, FLOAT32_TINY)
     rho = sums[AGREEMENT] / power.clamp(min=FLOAT32_TINY)
     return Spectrum(rho=rho, beta=band_betas(sums, t + 1, fam), power=power / seen)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from maxfactor.rule import fam as bands_of
 from maxfactor.rule.int8 import dequantize, quantize
-from maxfactor.state import MOMENTUM_DTYPES, State
+from maxfactor.state import MOMENTUM_DTYPES, State, as_float
 
 if TYPE_CHECKING:
     from maxfactor.settings import FAM, TensorRule
@@ -94,7 +94,7 @@ def fixed_correction(beta: float, t: Scalar) -> Scalar:
     """The c of (12), 1 - beta^t; by expm1: cancellation loses digits in float32 for beta near 1."""
     if beta == 0.0:
         return 1.0
-    exponent = t * math.log(beta)
+    exponent = as_float(t) * math.log(beta)
     return -torch.expm1(exponent) if isinstance(exponent, Tensor) else -math.expm1(exponent)
 
 

@@ -36,7 +36,7 @@ from maxfactor.rule.newton_schulz import orthogonal
 from maxfactor.rule.rounding import rounded
 from maxfactor.rule.squares import norm_of
 from maxfactor.settings import FLOAT32_TINY
-from maxfactor.state import State, block_shape, factoring, state_shapes
+from maxfactor.state import State, as_float, block_shape, factoring, state_shapes
 
 if TYPE_CHECKING:
     from maxfactor.settings import Settings, TensorRule
@@ -92,7 +92,7 @@ def step(param: Tensor, grad: Tensor, state: State, settings: Settings) -> Resul
 
 def statistic_weight(t: Scalar, rule: TensorRule) -> Scalar:
     """Equation (1): the weight of the newest statistic, 1 at t = 1."""
-    return smaller(larger(t**rule.beta2_decay, rule.kappa_low), rule.kappa_high)  # (1)
+    return smaller(larger(as_float(t) ** rule.beta2_decay, rule.kappa_low), rule.kappa_high)  # (1)
 
 
 def weight_size(size: Tensor, initial: Tensor | None, t: Scalar) -> tuple[Tensor, State]:
@@ -115,7 +115,7 @@ def weight_size(size: Tensor, initial: Tensor | None, t: Scalar) -> tuple[Tensor
 
 def relative_step(t: Scalar, lr: Scalar, rule: TensorRule) -> Scalar:
     """Equation (2): rho = min(lr, 1/sqrt(t)), at least `min_lr`, but 0 for lr = 0."""
-    capped = smaller(lr, t**-0.5) if rule.is_capped else lr
+    capped = smaller(lr, as_float(t) ** -0.5) if rule.is_capped else lr
     return larger(capped, rule.min_lr) * (lr > 0)  # (2)
 
 
@@ -125,6 +125,7 @@ def step_size(size: Scalar, t: Scalar, lr: Scalar, rule: TensorRule) -> Scalar:
         return lr
     size = larger(size, rule.eps2)
     if rule.ramps:  # version 0.2: the cap is on the product
+        t = as_float(t)
         return smaller(size * smaller(RAMP_PER_STEP * t, t**-0.5), lr)
     return relative_step(t, lr, rule) * size  # (3)
 

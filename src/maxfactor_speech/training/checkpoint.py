@@ -1,5 +1,8 @@
 """Checkpoints of a training: written completely or not at all; only the last few are kept.
 
+A folder gets its name when everything in it is on the disk, and loses it before it is deleted. So a
+process may be killed at any time, and a folder with the name of a checkpoint is complete.
+
 A checkpoint is a model folder that `transformers` can load, with tokenizer, feature extractor and
 generation config. `training.pt` beside the weights holds everything else that is needed to resume.
 Adapters are merged into the weights, and are in the folder `adapter` by themselves. If parameters
@@ -9,11 +12,13 @@ number of processes can load.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +34,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from transformers import WhisperProcessor
 from transformers.utils import logging
 
+from maxfactor_speech.atomic import sync_folder
 from maxfactor_speech.errors import InputError, failure_reason
 from maxfactor_speech.training.adapters import save_adapters
+from maxfactor_speech.training.checksums import write_checksums
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,7 +54,9 @@ FOLDER = "checkpoints"
 TRAINING = "training.pt"
 SHARDED_STATE, STATE_KEY = "optimizer", "optimizer"  # the folder, and the key in it
 PARTIAL = ".partial"
+NAME = re.compile(r"step-\d+")
 BEST = "best"  # in the folder of a training, a link to its best checkpoint
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk, or what the user may store on it
 FAILURES = (OSError, SafetensorError, RuntimeError, CheckpointException)
 SPELLINGS = "normalizer.json"  # Whisper's list of English spellings, for error rates
 
@@ -68,9 +77,10 @@ def step_of(folder: Path) -> int:
 
 
 def begin(partial: Path) -> None:
-    """Create the folder of a checkpoint that is to be written."""
+    """Create the folder of a checkpoint, and delete what a killed process left."""
     with _writing(partial):
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in partial.parent.glob(f"*{PARTIAL}"):
+            shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
 
 
@@ -106,36 +116,72 @@ def write_sharded_state(
         )
 
 
-def finish(partial: Path, keep: int, best: int | None) -> None:
-    """Rename a complete checkpoint to its final name, link the best one, and delete old ones.
+def finish(partial: Path) -> None:
+    """Write the checksums of a checkpoint, and rename it to its final name."""
+    folder = final_folder(partial)
+    with _writing(partial):
+        write_checksums(partial)
+        _delete(folder)  # of the same step, if there is one
+        partial.replace(folder)
+        sync_folder(folder.parent)
+
+
+def tidy(out: Path, keep: int, best: int | None) -> None:
+    """Link the best checkpoint, and delete old ones.
 
     Args:
-        partial: The complete checkpoint.
+        out: The folder of the training.
         keep: How many of the last checkpoints to keep.
         best: The step of the best checkpoint, which is kept, too; None if none was evaluated.
     """
-    folder, out = final_folder(partial), partial.parents[1]
-    kept = folder if best is None else final_folder(partial_folder(out, best))
-    with _writing(partial):
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.replace(folder)
-        if best is not None and kept.is_dir():
+    kept = None if best is None else final_folder(partial_folder(out, best))
+    if kept is not None and kept.is_dir():
+        try:
             _link(out / BEST, kept)
+        except OSError as error:
+            raise InputError(f"{out / BEST}: cannot be written, {_reason(error)}") from error
     for old in checkpoints(out)[:-keep]:
         if old != kept:
-            shutil.rmtree(old, ignore_errors=True)
+            _delete(old)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a checkpoint, which loses its name first; if it cannot be deleted, it stays."""
+    with suppress(OSError):
+        gone = folder.with_name(f"{folder.name}.deleted{PARTIAL}")
+        shutil.rmtree(gone, ignore_errors=True)
+        folder.replace(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _link(link: Path, folder: Path) -> None:
     """Make a relative link to a folder, in place of an earlier one; a copy if links are refused."""
+    target = os.path.relpath(folder, link.parent)
+    if link.is_symlink() and str(link.readlink()) == target:
+        return
     partial = link.with_name(f"{link.name}{PARTIAL}")
-    partial.unlink(missing_ok=True)
+    _remove(partial)
     try:
-        partial.symlink_to(os.path.relpath(folder, link.parent), target_is_directory=True)
+        try:
+            partial.symlink_to(target, target_is_directory=True)
+        except (OSError, NotImplementedError) as error:  # Windows allows links only to some users
+            if getattr(error, "errno", None) in FULL:
+                raise
+            shutil.copytree(folder, partial)
+        if not link.is_symlink():
+            _remove(link)  # a folder cannot be replaced at once
         partial.replace(link)
-    except (OSError, NotImplementedError):  # Windows allows links only to some users
-        shutil.rmtree(link, ignore_errors=True)
-        shutil.copytree(folder, link)
+    except OSError:
+        _remove(partial)
+        raise
+
+
+def _remove(path: Path) -> None:
+    """Remove a link, or a folder with everything in it."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
@@ -154,7 +200,7 @@ def _writing(partial: Path) -> Iterator[None]:
 def checkpoints(out: Path) -> list[Path]:
     """Return the complete checkpoints of a training, oldest first."""
     found = (out / FOLDER).glob("step-*")
-    return sorted(path for path in found if not path.name.endswith(PARTIAL))
+    return sorted((path for path in found if NAME.fullmatch(path.name)), key=step_of)
 
 
 def load_training(folder: Path) -> dict[str, Any]:

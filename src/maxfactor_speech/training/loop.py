@@ -17,6 +17,7 @@ from maxfactor_speech.errors import DivergedError, InputError
 from maxfactor_speech.signals import stop_requests
 from maxfactor_speech.training import checkpoint
 from maxfactor_speech.training.adapters import check_peft
+from maxfactor_speech.training.checksums import check_checkpoint
 from maxfactor_speech.training.folder_lock import folder_lock
 from maxfactor_speech.training.memory_needs import (
     available_memory,
@@ -108,6 +109,8 @@ def train(
         check_processes(settings, processes)
         processes.run_on_all(lambda: stack.enter_context(folder_lock(out)) if is_first else None)
         last = processes.run_on_all(lambda: check_folder(out, settings, resume))
+        if last is not None:
+            processes.run_on_all(lambda: check_checkpoint(last) if is_first else None)
         settings = resumed(out, settings) if resume else settings
         if prepared is None:
             device = None if processes.is_sharded else processes.device(settings.torch_device)
@@ -137,7 +140,7 @@ def _trainer(
     """Return a trainer at step 0, or at its last checkpoint."""
     if last is None:
         return Trainer(settings, prepared, processes)
-    own = load_model(last, WEIGHTS[settings.weights])
+    own = load_model(last, WEIGHTS[settings.weights], say=None)
     if settings.lora is not None:  # adapters belong to the weights that the training started from
         own = own._replace(model=prepared.model)
     trainer = Trainer(settings, prepared._replace(**own._asdict()), processes)

@@ -47,7 +47,9 @@ class Metrics(NoMetrics):
 
     def __init__(self, out: Path, step: int, tensorboard: bool) -> None:
         self._path = out / METRICS
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        # A line that is damaged, or was cut off by a crash, is removed.
+        is_there = self._path.exists()
+        lines = self._path.read_text(errors="replace").splitlines() if is_there else []
         kept = [line for line in lines if _step_of(line) <= step]
         write_atomically(self._path, "".join(f"{line}\n" for line in kept).encode())
         self._board: Any = None
@@ -100,8 +102,8 @@ class Metrics(NoMetrics):
 def _step_of(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return 2**62  # cut off by a crash: later than any step, so it is removed
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return 2**62  # later than any step, so it is removed
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:

@@ -6,24 +6,25 @@ Nothing is downloaded. What is missing in a folder is named with the way to get 
 from __future__ import annotations
 
 import json
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration, WhisperTokenizer
 
 from maxfactor_speech.data.audio import SAMPLE_RATE
 from maxfactor_speech.data.tokens import Codec
 from maxfactor_speech.errors import InputError, download_hint, failure_reason
 from maxfactor_speech.training.checkpoint import BEST, checkpoints, quiet
+from maxfactor_speech.training.checksums import check_model
 from maxfactor_speech.training.recogniser import Recogniser, complete_generation, prompt
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 EXTRACTOR_FILES = ("preprocessor_config.json", "processor_config.json")
-UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError)
 
 
 def find_model(folder: Path) -> Path:
@@ -49,14 +50,23 @@ def find_model(folder: Path) -> Path:
     return source
 
 
-def load_model(folder: Path, dtype: torch.dtype | None = torch.float32) -> Recogniser:
+def load_model(
+    folder: Path,
+    dtype: torch.dtype | None = torch.float32,
+    say: Callable[[str], object] | None = warnings.warn,
+) -> Recogniser:
     """Load a Whisper from a model folder, a checkpoint, or a training.
 
     Args:
         folder: The folder.
         dtype: Of the weights; None is bfloat16 if they are stored so, otherwise float32.
+        say: Receives a remark if a training wrote the folder, and a text file of it has changed
+            since then. None: the checksums have been compared already.
     """
     source = find_model(folder)
+    for name in check_model(source) if say is not None else ():
+        assert say is not None
+        say(f"{source / name}: is not as it was written, but edited or damaged")
     dtype = dtype or _stored_dtype(source)
     try:
         with quiet():
@@ -68,7 +78,7 @@ def load_model(folder: Path, dtype: torch.dtype | None = torch.float32) -> Recog
         model: WhisperForConditionalGeneration = loaded[0]
         complete_generation(model, tokenizer)
         codec = Codec.of(tokenizer, prompt(model.generation_config), model.config.vocab_size)
-    except UNREADABLE as error:
+    except Exception as error:  # damaged files can make transformers raise anything
         raise _not_whisper(folder, error) from error
     missing = sorted(loaded[1]["missing_keys"])
     if missing:

@@ -8,6 +8,7 @@ order of sums.
 from __future__ import annotations
 
 import os
+import re
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import chain, zip_longest
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from maxfactor_speech.errors import InputError
+from maxfactor_speech.errors import InputError, failure_reason
 from maxfactor_speech.training.model import loss_of
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 SHARDINGS = ("ddp", "fsdp", "hsdp")
 TIMEOUT = timedelta(hours=1)  # the others wait while the first process synthesises speech
+
+# How gloo says that a connection is gone; torch has no class for it.
+LOST = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|[Tt]imed out")
 
 T = TypeVar("T")
 
@@ -233,6 +237,14 @@ def training_processes(shard: str | None, device: torch.device) -> Iterator[Sing
         dist.init_process_group(backend, timeout=TIMEOUT)
     try:
         yield MultiProcess(shard, device.type)
+    except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or LOST.search(str(error))):
+            raise
+        raise InputError(
+            f"another process of this training has ended, or cannot be reached "
+            f"({failure_reason(error)}); look for the reason in its output, then continue with "
+            "--resume"
+        ) from error
     finally:
         if is_mine:
             dist.destroy_process_group()

@@ -68,18 +68,19 @@ def prepare(
         device: Where a model folder is asked how its texts begin; None is the CPU.
         is_resumed: Whether a checkpoint will tell how they begin, so that nobody is asked.
     """
-    is_new = settings.model in SIZES
-    loaded = None if is_new else load_model(Path(settings.model), WEIGHTS[settings.weights])
+    loaded, reporter = None, reporter or Reporter()
+    if settings.model not in SIZES:
+        loaded = load_model(Path(settings.model), WEIGHTS[settings.weights], reporter.say)
     if loaded is None or loaded.is_plain:
         _check_plain(settings)
     else:
         loaded = _prompted(loaded, settings)
     if settings.data is None:
         language = (loaded and loaded.language) or settings.spoken_language("en")
-        train, validation = _synthesised(settings, language, cache, workers, reporter or Reporter())
+        train, validation = _synthesised(settings, language, cache, workers, reporter)
     else:
         longest = LONGEST if loaded is None else longest_audio(loaded[0])
-        train, validation = _recorded(settings, longest, reporter or Reporter())
+        train, validation = _recorded(settings, longest, reporter)
     torch.manual_seed(settings.seed)
     recogniser = loaded or _new_model(settings, train, validation)
     longest_text, _ = (_check_fit(part, recogniser, settings.model) for part in (train, validation))

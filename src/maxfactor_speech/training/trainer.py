@@ -112,6 +112,8 @@ class Trainer:
         self.evaluated: int | None = None  # the step of the last evaluation
         self._recorded: int | None = None  # the step that `telemetry` is of
         self._without_progress = 0  # evaluations since the best one
+        # The checkpoint that was written or loaded last, and what progress it has.
+        self._saved: tuple[Path, tuple[object, ...]] | None = None
         self._full_model_step = -1  # the step that the weights of the full model are of
 
     def batches(self) -> abc.Generator[list[Batch], None, None]:
@@ -255,24 +257,38 @@ class Trainer:
         return {}
 
     def save(self, out: Path) -> Path:
-        """Write a checkpoint of the current step; return its folder."""
-        processes, model, training = self.processes, self.full_model(), self._training_state()
+        """Write a checkpoint of the current step, unless it is there; return its folder."""
         partial = checkpoint.partial_folder(out, self.step)
+        folder, is_first = checkpoint.final_folder(partial), self.processes.rank == 0
+        if self._saved != (folder, self._progress):
+            self._write(partial)
+            self._saved = folder, self._progress
+        best = None if self.best is None else self.best.step
+        keep = self.settings.keep
+        self.processes.run_on_all(lambda: checkpoint.tidy(out, keep, best) if is_first else None)
+        return folder
+
+    @property
+    def _progress(self) -> tuple[object, ...]:
+        """What differs between the checkpoints of a training."""
+        return self.step, self.evaluated, self.best, self._without_progress
+
+    def _write(self, partial: Path) -> None:
+        """Write a checkpoint, in all processes."""
+        processes, model, training = self.processes, self.full_model(), self._training_state()
 
         def finish() -> None:
             with self._merged():
                 checkpoint.write(partial, self.prepared.recogniser._replace(model=model), training)
             if self._adapters is not None:
                 checkpoint.write_adapters(partial, self._adapters)
-            best = None if self.best is None else self.best.step
-            checkpoint.finish(partial, self.settings.keep, best)
+            checkpoint.finish(partial)
 
         is_first, group = processes.rank == 0, processes.shard_group
         processes.run_on_all(lambda: checkpoint.begin(partial) if is_first else None)
         if group is not None:
             checkpoint.write_sharded_state(partial, self.model, self.optimizers, group)
         processes.run_on_all(lambda: finish() if is_first else None)
-        return checkpoint.final_folder(partial)
 
     def load(self, folder: Path) -> None:
         """Load the training state that `save` wrote; the model already has the weights.
@@ -300,6 +316,7 @@ class Trainer:
                 for own, group in zip(optimizer.param_groups, state["param_groups"], strict=True):
                     group.update({name: own[name] for name in DEVICE_SETTINGS if name in own})
                 optimizer.load_state_dict(state)
+        self._saved = folder, self._progress
 
     def _training_state(self) -> dict[str, Any]:
         """Return what resuming needs besides the weights and sharded optimizer states."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 from maxfactor_speech.data.audio import SAMPLE_RATE, read, samples_in
@@ -11,14 +12,18 @@ from maxfactor_speech.training.model_folder import load_model
 from maxfactor_speech.training.settings import find_device
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from maxfactor_speech.training.evaluation import Segment
 
 
 def transcribe_files(
-    model_folder: Path, paths: Sequence[Path], device: str = "cpu", timestamps: bool = False
+    model_folder: Path,
+    paths: Sequence[Path],
+    device: str = "cpu",
+    timestamps: bool = False,
+    say: Callable[[str], object] = warnings.warn,
 ) -> Iterator[tuple[Path, str, list[Segment]]]:
     """Yield each file, its text, and its segments if time stamps are wanted.
 
@@ -30,9 +35,10 @@ def transcribe_files(
             normally 30 s, are transcribed piece by piece, which needs a model with time stamps.
         device: Where to compute.
         timestamps: Whether to find the time of each segment.
+        say: Receives remarks about the model folder.
     """
     place = find_device(device)
-    recogniser = load_model(model_folder, dtype=None)
+    recogniser = load_model(model_folder, dtype=None, say=say)
     if timestamps and not recogniser.has_timestamps:
         raise InputError(f"{model_folder}: this model has no time stamps; leave out --timestamps")
     longest = recogniser.extractor.chunk_length

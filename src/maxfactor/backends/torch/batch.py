@@ -133,7 +133,7 @@ class Batch:
         got = yield reductions
         if self.record is not None:
             self.record.begin(got[0], rule)
-        torch._foreach_add_([state["step"] for state in self.states], 1.0)
+        torch._foreach_add_([state["step"] for state in self.states], 1)
         weight_squares = got.pop() if self.everywhere else self._weight_squares()
         alpha, keep = self._rates(weight_squares)
         mean = self._update_moments(got)

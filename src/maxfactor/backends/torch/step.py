@@ -61,7 +61,7 @@ def step(
         result = run_alone(batches, inputs, check=check)
     for each in [] if result.bad else inputs:
         if each.param.numel() == 0:  # in no batch
-            each.state["step"].add_(1.0)
+            each.state["step"].add_(1)
     return result
 
 

@@ -203,7 +203,7 @@ class RankTotals:
             combined_tables = tables._replace(matrices=self._combined)
             launch_rescale(combined_tables, self._totals, results)
         if self._uncounted:
-            taken = (results.counters[Counter.SKIP] == 0).to(torch.float32)
+            taken = (results.counters[Counter.SKIP] == 0).to(torch.int64)
             torch._foreach_add_(self._uncounted, taken)
 
 

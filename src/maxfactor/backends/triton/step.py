@@ -59,7 +59,8 @@ class FusedStep:
     ) -> None:
         self._device = step_io[0].param.device
         for each in step_io:
-            each.state["step"] = each.state["step"].to(self._device, non_blocking=True)
+            count = each.state["step"]
+            each.state["step"] = count.to(self._device, torch.int64, non_blocking=True)
         params = [local_parameter(each) for each in step_io]
         others = [local_parameter(each) for each in idle]
         all_keys = keys_of([*params, *others])

@@ -191,7 +191,8 @@ class Scalar(FromZero):
 
     ALPHA = auto()  # step size
     KEEP = auto()  # what W is multiplied by: the decay
-    TIME = auto()  # t of this step
+    TIME = auto()  # t of this step, for the equations
+    COUNT_BITS = auto()  # the lowest 32 bits of t, for the noise: float32 is exact only to 2^24
     SCALE = auto()  # what the direction is multiplied by
     BETA = auto()
     GAIN = auto()  # of the corrected momentum in the update

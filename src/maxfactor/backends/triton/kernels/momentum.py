@@ -50,6 +50,7 @@ from maxfactor.backends.triton.kernels.tiles import (
     piece_of,
     sign_places,
     span_of,
+    step_place,
     store_tile,
     sum_of,
 )
@@ -132,7 +133,7 @@ def with_momentum(
     root_of_mean = tl.sqrt_rn(mean)
     if spec.direct:
         keep, alpha = tl.load(scalar + SCALAR.KEEP), tl.load(scalar + SCALAR.ALPHA)
-        key = noise_key(tables.seed_keys, tl.load(entry + COLUMN.GROUP), t)
+        key = noise_key(tables.seed_keys, tl.load(entry + COLUMN.GROUP), scalar)
         origin, stride = tl.load(entry + COLUMN.ORIGIN), tl.load(entry + COLUMN.STRIDE)
         w_pointer = address_of(tables.pointers, entry, ADDRESS.WEIGHT, spec.p_dtype)
         noise = Noise(key, origin, stride, flags)
@@ -214,7 +215,7 @@ def with_momentum(
         if spec.records:
             store_measures(target, changes, total, lost)
         if tile == tl.load(entry + COLUMN.OWNER_TILE):
-            tl.store(tl.load(entry + COLUMN.STEP).to(tl.pointer_type(tl.float32)), t)
+            tl.store(step_place(entry), tl.load(step_place(entry)) + 1)
     if spec.peaks:
         most = tl.max(highest, axis=0).to(tl.int32, bitcast=True)
         tl.atomic_max(results.update_max + owner, most, sem="relaxed")

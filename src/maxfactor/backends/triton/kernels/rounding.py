@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from maxfactor.backends.triton.kernels.layout import FLAG, MEASURE
+from maxfactor.backends.triton.kernels.layout import FLAG, MEASURE, SCALAR
 from maxfactor.backends.triton.kernels.tiles import store_tile
 
 
@@ -92,6 +92,7 @@ def mix(x):
 
 
 @triton.jit
-def noise_key(seed_keys, group, t):
+def noise_key(seed_keys, group, scalar):
     """One key per step of a run; `maxfactor.rule.rounding.noise_key`."""
-    return mix(tl.load(seed_keys + group).to(tl.uint32) + t.to(tl.uint32))
+    count = tl.load(scalar + SCALAR.COUNT_BITS).to(tl.uint32, bitcast=True)
+    return mix(tl.load(seed_keys + group).to(tl.uint32) + count)

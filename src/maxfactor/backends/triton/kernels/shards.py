@@ -21,7 +21,7 @@ from maxfactor.backends.triton.kernels.layout import (
     TASK_COLUMN,
     UPDATE_SUM,
 )
-from maxfactor.backends.triton.kernels.tiles import sum_down, sum_of
+from maxfactor.backends.triton.kernels.tiles import step_place, sum_down, sum_of
 from maxfactor.backends.triton.kernels.variance import statistic_weight
 
 
@@ -102,7 +102,7 @@ def average_rows(combined, settings, by_mean, matrix_sums, row_var_sums):
     k = tl.load(by_mean + tl.program_id(0))
     entry = combined + k * COLUMN.COUNT
     setting = settings + tl.load(entry + COLUMN.GROUP) * SETTING.COUNT
-    t = tl.load(tl.load(entry + COLUMN.STEP).to(tl.pointer_type(tl.float32))) + 1.0
+    t = (tl.load(step_place(entry)) + 1).to(tl.float32)
     kappa = statistic_weight(t, setting)
     before = tl.load(matrix_sums + k * ROW_SUM.COUNT + ROW_SUM.BEFORE)
     newest = tl.load(matrix_sums + k * ROW_SUM.COUNT + ROW_SUM.NEWEST)

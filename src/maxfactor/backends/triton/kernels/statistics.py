@@ -38,6 +38,7 @@ from maxfactor.backends.triton.kernels.tiles import (
     inverse_root,
     load_tile,
     sign_places,
+    step_place,
     sum_down,
 )
 from maxfactor.backends.triton.kernels.variance import dense_variance, statistic_weight
@@ -211,8 +212,8 @@ def finalize(tables, partials, results, found_inf, SCALED: tl.constexpr):
     m = tl.load(entry + COLUMN.ROWS)
     n = tl.load(entry + COLUMN.COLS)
     if kind == TASK.EMPTY:
-        place = tl.load(entry + COLUMN.STEP).to(tl.pointer_type(tl.float32))
-        tl.store(place, tl.load(place) + tl.where(skip == 0, 1.0, 0.0))
+        place = step_place(entry)
+        tl.store(place, tl.load(place) + (skip == 0).to(tl.int64))
     elif kind == TASK.TENSOR:
         owner = tl.load(entry + COLUMN.OWNER)
         tl.store(results.update_max + owner, 0)
@@ -220,7 +221,7 @@ def finalize(tables, partials, results, found_inf, SCALED: tl.constexpr):
             tl.store(results.nonfinite + owner, 0)
         tensor_scalars(entry, setting, partials.weight_squares, results.scalars, skip)
     else:
-        t = tl.load(tl.load(entry + COLUMN.STEP).to(tl.pointer_type(tl.float32))) + 1.0
+        t = (tl.load(step_place(entry)) + 1).to(tl.float32)
         kappa = statistic_weight(t, setting)
         if kind == TASK.ROWS:
             inside = at < m
@@ -266,10 +267,11 @@ def finalize(tables, partials, results, found_inf, SCALED: tl.constexpr):
 def tensor_scalars(entry, setting, weight_squares, scalars, skip):
     """Step size, decay and momentum coefficients of one tensor: (2), (3), (4), (11)."""
     flags = tl.load(entry + COLUMN.FLAGS)
-    first, count = tl.load(entry + COLUMN.OWNER_TILE), tl.load(entry + COLUMN.OWNER_TILES)
+    first, tiles = tl.load(entry + COLUMN.OWNER_TILE), tl.load(entry + COLUMN.OWNER_TILES)
     numel = tl.load(entry + COLUMN.NUMEL).to(tl.float32)
-    t = tl.load(tl.load(entry + COLUMN.STEP).to(tl.pointer_type(tl.float32))) + 1.0
-    size = root_of(weight_squares, first, count, numel, 1.0)
+    size = root_of(weight_squares, first, tiles, numel, 1.0)
+    count = tl.load(step_place(entry)) + 1
+    t = count.to(tl.float32)
     if (flags & FLAG.INITIAL) != 0:
         initial = tl.load(entry + COLUMN.INITIAL_RMS).to(tl.pointer_type(tl.float32))
         at_first = tl.load(initial)
@@ -293,5 +295,6 @@ def tensor_scalars(entry, setting, weight_squares, scalars, skip):
         tl.store(scalar + SCALAR.ALPHA, alpha)
     tl.store(scalar + SCALAR.KEEP, 1.0 - decay * tl.load(setting + SETTING.WEIGHT_DECAY))
     tl.store(scalar + SCALAR.TIME, t)
+    tl.store(scalar + SCALAR.COUNT_BITS, count.to(tl.int32).to(tl.float32, bitcast=True))
     if (flags & FLAG.WITH_MOMENTUM) != 0:
         momentum_scalars(entry, setting, scalar, flags, t)

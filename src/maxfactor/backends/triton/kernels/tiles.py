@@ -51,6 +51,12 @@ def store_tile(pointer, values, piece, DTYPE: tl.constexpr, ALIGNED: tl.constexp
 
 
 @triton.jit
+def step_place(entry):
+    """Where the step counter of a tensor is; it has 64 bits, as float32 cannot count past 2^24."""
+    return tl.load(entry + COLUMN.STEP).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
 def address_of(pointers, entry, column: tl.constexpr, DTYPE: tl.constexpr):
     """The address of a matrix of W, of G or of the orthogonal directions."""
     bytes_: tl.constexpr = DTYPE.primitive_bitwidth // 8

@@ -47,6 +47,7 @@ from maxfactor.backends.triton.kernels.tiles import (
     piece_of,
     sign_places,
     span_of,
+    step_place,
     store_tile,
     with_signs,
 )
@@ -110,7 +111,7 @@ def apply(
     keep = tl.load(scalar + SCALAR.KEEP)
     alpha = tl.load(scalar + SCALAR.ALPHA)
     t = tl.load(scalar + SCALAR.TIME)
-    key = noise_key(tables.seed_keys, group, t)
+    key = noise_key(tables.seed_keys, group, scalar)
     origin, stride = tl.load(entry + COLUMN.ORIGIN), tl.load(entry + COLUMN.STRIDE)
     w_pointer = address_of(tables.pointers, entry, ADDRESS.WEIGHT, spec.p_dtype)
     part = tile * PARTS + tl.program_id(0) % spec.parts
@@ -158,8 +159,10 @@ def apply(
     else:
         place = partials.weight_squares + tile * SQUARE.COUNT
     store_weight_squares(place, target, total, spec.p_dtype, spec.aligned)
-    if (tile == tl.load(entry + COLUMN.OWNER_TILE)) & (measure == 0):
-        tl.store(tl.load(entry + COLUMN.STEP).to(tl.pointer_type(tl.float32)), t)
+    first = tl.load(entry + COLUMN.OWNER_TILE) * spec.parts
+    number = first_tile * spec.parts + tl.program_id(0)
+    if (number == first) & (measure == 0):  # one program counts for the tensor
+        tl.store(step_place(entry), tl.load(step_place(entry)) + 1)
 
 
 @triton.jit
