@@ -16,11 +16,14 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import save
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from typer.testing import CliRunner
 
+from fuzzing import EXAMPLES, fuzzed
 from maxfactor_speech.cli import app
 from maxfactor_speech.errors import InputError
 from maxfactor_speech.memory import memory_table
@@ -28,8 +31,7 @@ from maxfactor_speech.training import checkpoint
 from maxfactor_speech.training.model_folder import load_model
 from toy_whisper import make_folder
 
-ASKED = os.environ.get("MAXFACTOR_FUZZ_EXAMPLES")
-EXAMPLES = int(ASKED or 500) // 10  # each loads a model
+LOADED = EXAMPLES // 10  # models that are loaded, which takes longer than a file
 CONFIG, GENERATION, PROCESSOR = "config.json", "generation_config.json", "processor_config.json"
 
 
@@ -157,10 +159,7 @@ def test_random_entries_load_or_are_refused(intact: Path, tmp_path: Path) -> Non
     folder = Path(shutil.copytree(intact, tmp_path / "whisper"))
     outcomes: Counter[str] = Counter()
 
-    @settings(
-        max_examples=EXAMPLES, derandomize=ASKED is None, deadline=None, database=None,
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    @fuzzed(LOADED)
     @given(entries, VALUES)
     def check(chosen: tuple[str, str], value: Any) -> None:
         name, entry = chosen
@@ -176,7 +175,7 @@ def test_random_entries_load_or_are_refused(intact: Path, tmp_path: Path) -> Non
             outcomes["tried"] += 1
 
     check()
-    assert EXAMPLES / 10 < outcomes["loaded"] < outcomes["tried"] - EXAMPLES / 10
+    assert LOADED / 10 < outcomes["loaded"] < outcomes["tried"] - LOADED / 10
 
 
 # --------------------------------------------------------------------------- nothing is run
@@ -211,6 +210,40 @@ def test_torch_files_are_read_as_weights_alone(folder: Path, tmp_path: Path) -> 
     assert not ran.exists()
     pickle.loads(pickle.dumps(Touch(ran)))
     assert ran.exists()  # it would have been seen
+
+
+def sharded(folder: Path, lr: Any = 0.5) -> Path:
+    """Optimizer state as `torch.distributed.checkpoint` writes it, with a value of one's own."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = get_optimizer_state_dict(model, optimizer)
+    state["param_groups"][0]["lr"] = lr
+    save({checkpoint.STATE_KEY: state}, checkpoint_id=folder / checkpoint.SHARDED_STATE)
+    return folder
+
+
+def load_sharded(folder: Path) -> float:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    checkpoint.load_sharded_state(folder, model, [optimizer], None)
+    return float(optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_sharded_state_is_read_as_plain_values(tmp_path: Path) -> None:
+    """Torch itself would unpickle its metadata, and all values that are no tensors."""
+    ran = tmp_path / "ran"
+    assert load_sharded(sharded(tmp_path / "good")) == 0.5
+    with pytest.raises(InputError, match=r"optimizer: cannot be read"):
+        load_sharded(sharded(tmp_path / "value", Touch(ran)))
+    metadata = sharded(tmp_path / "metadata") / checkpoint.SHARDED_STATE / ".metadata"
+    for names in (Touch(ran), {"x": Touch(ran)}):
+        metadata.write_bytes(pickle.dumps(names))
+        with pytest.raises(InputError, match=r"\.metadata: .* names posix\.mkdir, which is no"):
+            load_sharded(tmp_path / "metadata")
+    assert not ran.exists()
 
 
 def test_code_in_a_folder_is_not_run(folder: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Data that is malformed by chance or on purpose: audio, tables, paths, bombs.
 
-`MAXFACTOR_FUZZ_EXAMPLES=20000` tries as many, at random; without it the same 500 are tried each
-time. Files are decoded in a process of its own, so that a crash of libsndfile is seen.
+`fuzzing` says how many examples there are. Files are decoded in a process of its own, so that a
+crash of libsndfile is seen.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding_child import DecodingChild, Outcome
+from fuzzing import EXAMPLES, fuzzed
 from maxfactor_speech.data import audio, tables
 from maxfactor_speech.data.audio import SAMPLE_RATE, read, read_header, samples_in
 from maxfactor_speech.data.layouts import find_data
@@ -31,15 +32,6 @@ from maxfactor_speech.errors import InputError
 
 pytest.importorskip("resource")  # limits of POSIX
 
-ASKED = os.environ.get("MAXFACTOR_FUZZ_EXAMPLES")
-EXAMPLES = int(ASKED or 500)
-FUZZ = settings(
-    max_examples=EXAMPLES,
-    derandomize=ASKED is None,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
 MEGABYTE = 10**6
 
 
@@ -151,7 +143,7 @@ def test_mutated_audio_is_read_or_named(child: DecodingChild, tmp_path: Path) ->
     """It neither crashes nor hangs nor takes memory; the memory is that of the whole process."""
     outcomes: Counter[str] = Counter()
 
-    @FUZZ
+    @fuzzed(EXAMPLES)
     @given(st.integers(0, len(FORMATS) - 1), st.lists(CHANGE, min_size=1, max_size=4))
     def check(number: int, changes: list[Change]) -> None:
         path = tmp_path / f"mutated.{FORMATS[number][0]}"
@@ -256,7 +248,7 @@ def test_intact_tables_are_read(folders: dict[str, Path]) -> None:
 def test_mutated_tables_are_read_or_named(folders: dict[str, Path]) -> None:
     outcomes: Counter[str] = Counter()
 
-    @FUZZ
+    @fuzzed(EXAMPLES)
     @given(st.sampled_from(list(TABLES)), st.lists(TABLE_CHANGE, min_size=1, max_size=3))
     def check(name: str, changes: list[Change]) -> None:
         folder, (table, lines) = folders[name], TABLES[name]
@@ -303,7 +295,7 @@ def test_no_path_leaves_a_closed_folder(tmp_path: Path) -> None:
                 (folder / "a.wav").write_bytes(intact(0))
     (tmp_path / "a.wav").write_bytes(intact(0))
 
-    @FUZZ
+    @fuzzed(EXAMPLES)
     @given(st.sampled_from(list(CLOSED)), st.lists(PARTS, min_size=1, max_size=5).map("".join))
     def check(layout: str, name: str) -> None:
         root, (table, line) = tmp_path / layout, CLOSED[layout]

@@ -131,11 +131,12 @@ def _build(model: str) -> nn.Module:
 def _of_folder(folder: Path) -> nn.Module:
     import transformers
 
-    names = read_config(folder).get("architectures") or [""]
+    names = read_config(folder).get("architectures")
+    name = names[0] if isinstance(names, list) and names else ""
     try:
-        kind: Any = getattr(transformers, str(names[0]), None)
+        kind: Any = getattr(transformers, str(name), None)
         if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-            raise InputError(f"{folder}/config.json names no known architecture, but {names!r}")
+            raise InputError(f"{folder}/config.json names no known architecture, but {name!r}")
         # Code in the folder is not run, and nobody is asked whether to.
         config = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
