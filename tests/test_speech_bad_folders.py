@@ -19,8 +19,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 from typer.testing import CliRunner
 
 from fuzzing import EXAMPLES, fuzzed
@@ -218,7 +218,7 @@ def sharded(folder: Path, lr: Any = 0.5) -> Path:
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    state = get_optimizer_state_dict(model, optimizer)
+    state: Any = get_optimizer_state_dict(model, optimizer)
     state["param_groups"][0]["lr"] = lr
     save({checkpoint.STATE_KEY: state}, checkpoint_id=folder / checkpoint.SHARDED_STATE)
     return folder

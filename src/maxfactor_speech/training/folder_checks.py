@@ -103,8 +103,9 @@ def check_weights(folder: Path, model: nn.Module) -> None:
     parameters = sum(param.numel() for param in set(model.parameters()))
     if parameters > size:
         raise InputError(
-            f"{folder}: {CONFIG} describes a model of {parameters} parameters, but the weights "
-            f"have {size} bytes; one of the files is incomplete or belongs to another model"
+            f"{folder}: cannot be read as a Whisper model: {CONFIG} describes a model of "
+            f"{parameters} parameters, but the weights have {size} bytes; one of the files is "
+            "incomplete or belongs to another model"
         )
 
 

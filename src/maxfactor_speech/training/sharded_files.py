@@ -11,7 +11,7 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from maxfactor_speech.errors import InputError, failure_reason
 
