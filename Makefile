@@ -7,12 +7,25 @@ JOBS ?= 2
 CORE := $(addprefix tests/test_,adafactor.py bad_input.py checkpoint.py defects.py description.py \
 	groups.py rounding.py rule.py schedule.py settings.py structure.py torch_contract.py)
 
-# A test that hangs is named and ends its worker; the others go on.
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --timeout 300 --timeout-method thread
+# What `make matrix` runs: the core, the equations, the backends and several processes.
+MATRIX := $(CORE) $(addprefix tests/test_,oracle.py backends.py momentum.py momentum_backends.py \
+	momentum_state.py collectives.py memory.py release.py unfreezing.py)
 
+# The oldest and the newest that are supported. Torch comes from TORCH_INDEX if it is given, such as
+# https://download.pytorch.org/whl/cpu, whose builds have no CUDA and are small.
+OLDEST_PYTHON ?= python3.10
+NEWEST_PYTHON ?= python3.13
+TORCH_INDEX ?=
+OLDEST_TORCH := $(shell sed -n 's/^dependencies = \["torch>=\(.*\)"\]/\1/p' pyproject.toml)
+
+# A test that hangs is named and ends its worker; the others go on.
+PYTEST_OPTIONS := -n $(JOBS) --timeout 300 --timeout-method thread
+PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
+
+# Of `make fuzz`; 0 is until Ctrl-C.
 MINUTES ?= 0
 
-.PHONY: check test fuzz soak demo docs test-gpu lint install clean
+.PHONY: check test fuzz soak matrix oldest newest demo docs test-gpu lint install clean
 
 check: lint  ## for daily work, 90 seconds: lint, types, contracts, a fast core of the tests
 	$(PYTEST) $(CORE)
@@ -25,6 +38,12 @@ fuzz: install  ## the property tests with random seeds, for MINUTES=10 or until 
 
 soak: install  ## for a night: thousands of faults, and 20 000 steps on each backend
 	MAXFACTOR_SOAK=1 $(PYTEST) --timeout 7200 tests/test_faults.py tests/test_long_runs.py tests/test_speech_faults.py
+
+matrix: oldest newest  ## the core of the tests with the oldest and the newest Python and torch
+
+oldest newest: %: .venv-%/installed
+	.venv-$*/bin/python -c 'import sys, torch; print("Python", sys.version.split()[0], "torch", torch.__version__)'
+	.venv-$*/bin/python -m pytest $(PYTEST_OPTIONS) $(MATRIX)
 
 lint: install  ## style, types, and contracts between packages
 	$(BIN)/ruff check
@@ -50,5 +69,18 @@ install: .venv/installed
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+.venv-oldest/installed: VERSION = $(OLDEST_PYTHON)
+.venv-oldest/installed: CHOICE = oldest OLDEST_PYTHON
+.venv-oldest/installed: TORCH = torch==$(OLDEST_TORCH).*
+.venv-newest/installed: VERSION = $(NEWEST_PYTHON)
+.venv-newest/installed: CHOICE = newest NEWEST_PYTHON
+.venv-newest/installed: TORCH = torch
+.venv-oldest/installed .venv-newest/installed: pyproject.toml
+	@command -v '$(VERSION)' >/dev/null || { echo "$(VERSION) is not installed; name one that is: make $(CHOICE)=python3.x"; exit 1; }
+	'$(VERSION)' -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check hypothesis numpy pytest pytest-timeout pytest-xdist -e .
+	@touch $@
+
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site
+	rm -rf .venv .venv-oldest .venv-newest .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site

@@ -78,7 +78,7 @@ def anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "path",
-    [*DOCUMENTS, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"],
+    [*DOCUMENTS, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"))],
     ids=lambda path: path.name,
 )
 def test_relative_links_exist(path: Path) -> None:

@@ -123,6 +123,7 @@ def test_resume_in_the_middle_gives_the_same_curve(lr: float | torch.Tensor) -> 
     assert first + advance(param, optimizer, schedule, 12) == whole
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # torch 2.6, of itself
 def test_chaining_by_sequential_lr() -> None:
     param = torch.nn.Parameter(torch.ones(3, 2))
     optimizer = MaxFactor([param], lr=0.01)

@@ -113,6 +113,41 @@ def test_arguments_of_maxfactor() -> None:
     assert len(inspect.signature(maxfactor.MaxFactor).parameters) <= 20
 
 
+# ----------------------------------------------------------------------------------- security
+
+# What could run code that data brings.
+RUNS_DATA = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml", "subprocess")
+
+
+def calls(path: Path) -> list[tuple[str, dict[str, str]]]:
+    """Every call in a file: what is called, and its named arguments, as they are written."""
+    return [
+        (
+            ast.unparse(node.func),
+            {word.arg or "**": ast.unparse(word.value) for word in node.keywords},
+        )
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+    ]
+
+
+@pytest.mark.parametrize("path", EVERYWHERE, ids=lambda path: name_of(path))
+def test_data_is_not_run(path: Path) -> None:
+    """As SECURITY.md promises, of the library and of the command."""
+    imported = {module.split(".")[0] for module in imported_modules(path)}
+    if path.name == "sharded_files.py":  # looks at pickles of torch, see test_speech_bad_folders
+        imported -= {"pickle"}
+    assert imported.isdisjoint(RUNS_DATA)
+    for function, named in calls(path):
+        assert function not in ("eval", "exec", "os.system", "os.popen")
+        if function == "torch.load":
+            assert named.get("weights_only") == "True"
+        if function.endswith(".from_pretrained"):
+            assert named.get("local_files_only") == "True"
+            is_auto = re.search(r"\bAuto\w+\.", function) is not None
+            assert named.get("trust_remote_code", "False" if not is_auto else "") == "False"
+
+
 # ------------------------------------------------------------------------------------- habits
 
 

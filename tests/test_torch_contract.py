@@ -232,6 +232,7 @@ def test_effective_lr_is_the_mean_step_size() -> None:
     assert optimizer.effective_lr() == pytest.approx([0.01 * (4.0 + 1e-3) / 2])
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning")  # on Python 3.13.0
 @by_class
 def test_compiled_training_loops(cls: type[Any]) -> None:
     """torch.compile leaves the step as it is: around it, and asked to compile it."""

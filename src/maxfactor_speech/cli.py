@@ -346,7 +346,7 @@ def transcribe(
         bool, typer.Option("--timestamps", help="Print start, end and text of each segment")
     ] = False,
 ) -> None:
-    """Transcribe audio files of any length."""
+    """Transcribe audio files of up to four hours."""
     with _one_line_errors():
         from maxfactor_speech.training.transcription import transcribe_files
 

@@ -16,6 +16,7 @@ import maxfactor
 from maxfactor_speech.activations import activation_bytes
 from maxfactor_speech.bench.shapes import MODELS, Whisper
 from maxfactor_speech.errors import InputError, download_hint, failure_reason
+from maxfactor_speech.training.folder_checks import on_meta, read_config
 
 if TYPE_CHECKING:
     from torch import nn
@@ -117,23 +118,34 @@ def _build(model: str) -> nn.Module:
         config = _whisper_config(size)
         kind = transformers.WhisperForConditionalGeneration
     elif (Path(model) / "config.json").is_file():
-        try:
-            config = transformers.AutoConfig.from_pretrained(model, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise InputError(f"{model} cannot be read: {failure_reason(error)}") from error
-        name = (config.architectures or [""])[0]
-        kind = getattr(transformers, name, None)
-        if kind is None:
-            raise InputError(f"{model}/config.json names no known architecture, but {name!r}")
+        return _of_folder(Path(model))
     else:
         hint = "" if Path(model).exists() else download_hint(model)
         raise InputError(
             f"{model} is neither a size of Whisper ({', '.join(SIZES)}) nor a folder with a "
             "config.json" + (f"; {hint}" if hint else "")
         )
-    with torch.device("meta"):
-        built: nn.Module = kind(config)
-    return built
+    return on_meta(kind, config)
+
+
+def _of_folder(folder: Path) -> nn.Module:
+    import transformers
+
+    names = read_config(folder).get("architectures")
+    name = names[0] if isinstance(names, list) and names else ""
+    try:
+        kind: Any = getattr(transformers, str(name), None)
+        if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+            raise InputError(f"{folder}/config.json names no known architecture, but {name!r}")
+        # Code in the folder is not run, and nobody is asked whether to.
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        return on_meta(kind, config)
+    except InputError:
+        raise
+    except Exception as error:  # wrong types and numbers make transformers raise anything
+        raise InputError(f"{folder} cannot be read: {failure_reason(error)}") from error
 
 
 def _whisper_config(size: Whisper) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from math import gcd
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +23,22 @@ SAMPLE_RATE = 16_000
 FULL_SCALE = 32_768.0  # of 16-bit samples
 UNKNOWN_LENGTH = 2**63 - 1  # frames that libsndfile reports if a FLAC header gives no length
 HIGHEST_RATE = 768_000  # Hz; resampling takes memory in proportion to the rate
+LONGEST_FILE = 4 * 3600  # seconds of a file that is read whole …
+MOST_DECODED = LONGEST_FILE * 48_000 * 2  # … and its samples in all channels
+BLOCK = 2**23  # samples that are decoded at a time, in all channels: half a minute of most
+LOUDEST = 1e6  # times full scale; far above it, resampling overflows
 OVERSHOOT = 0.5  # seconds by which the end of a file may be missing, as in Kaldi
 RIFF_UNKNOWN = 0x7FFF_0000  # sizes from here on are written by programs that do not know the size
 RIFF_SLACK = 4096  # bytes
+UNKNOWN_FORMAT = "format not recognised"
 INCOMPLETE = "it is incomplete, copy it again"
+# How files begin that libsndfile may open: WAV, its large forms, FLAC, OGG, MP3 with a tag, AIFF,
+# AU, CAF, NIST. It knows many more formats, old and rare, whose readers are little tested.
+KNOWN_STARTS = (
+    b"RIFF", b"RIFX", b"RF64", b"riff", b"fLaC", b"OggS", b"ID3", b"FORM", b".snd", b"dns.",
+    b"caff", b"NIST_1A",
+)  # fmt: skip
+MPEG_SYNC = 0xFFE0  # the first bits of an MP3 frame
 TAPER = 0.05  # fraction of the band over which the resampling filter falls off
 
 
@@ -53,41 +66,38 @@ def read(path: Path, start: float = 0.0, samples: int | None = None) -> Wave:
     Raises:
         InputError: If the file cannot be read. The message names it.
     """
-    import soundfile  # not needed for synthesised speech, so imported only here
-
-    with _reading(path), soundfile.SoundFile(str(path)) as file:
+    with _opened(path) as file:
         rate = _checked_rate(path, file.samplerate)
+        if samples is None:
+            _check_size(path, file)
         file.seek(round(start * rate))
-        frames = -1 if samples is None else resampled_length(samples, SAMPLE_RATE, rate)
-        channels = file.read(frames, dtype="float32", always_2d=True)
-    if not channels.size:
+        frames = file.frames if samples is None else resampled_length(samples, SAMPLE_RATE, rate)
+        mono = _decode(file, frames)
+    if not mono.size:
         raise InputError(f"{path}: contains no audio")
-    if len(channels) < frames - OVERSHOOT * rate:
-        found, expected = len(channels) / rate, frames / rate
+    if samples is not None and len(mono) < frames - OVERSHOOT * rate:
+        found, expected = len(mono) / rate, frames / rate
         raise InputError(f"{path}: ends after {found:.1f} s of {expected:.1f} s; {INCOMPLETE}")
-    if not np.isfinite(channels).all():
-        raise InputError(f"{path}: contains samples that are not finite")
-    mono = channels.mean(axis=1, dtype=np.float32)
+    if not (np.abs(mono) <= LOUDEST).all():
+        raise InputError(f"{path}: contains samples that are not finite, or far too loud")
     return resample(mono, rate, SAMPLE_RATE)[:samples]
 
 
 def read_header(path: Path) -> Header:
     """Read the header of a file only. An InputError names a file that cannot be read."""
-    import soundfile
-
-    with _reading(path):
-        info = soundfile.info(str(path))
-    if info.frames == UNKNOWN_LENGTH:
-        raise InputError(
-            f"{path}: the header gives no length, as in a file written through a pipe; "
-            "convert it to a new file"
-        )
-    return Header(int(info.frames), _checked_rate(path, info.samplerate))
+    with _opened(path) as file:
+        return _header(path, file)
 
 
 def samples_in(path: Path) -> int:
-    """Return the number of samples that `read` will return, from the header only."""
-    header = read_header(path)
+    """Return the number of samples that `read` will return, from the header only.
+
+    Raises:
+        InputError: If the file cannot be read, or is too long to be read whole.
+    """
+    with _opened(path) as file:
+        header = _header(path, file)
+        _check_size(path, file)
     return resampled_length(header.frames, header.rate, SAMPLE_RATE)
 
 
@@ -159,13 +169,72 @@ def _taper(count: int) -> Wave:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    import soundfile
+    import soundfile  # not needed for synthesised speech, so imported only here
 
     try:
         yield
     # TypeError: soundfile wants to be told the format of a file that is named *.raw.
     except (OSError, TypeError, soundfile.SoundFileError) as error:
         raise InputError(f"{path}: {_why_unreadable(path, error)}") from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file with libsndfile, if it begins like audio; what it says becomes an InputError."""
+    import soundfile
+
+    with _reading(path):
+        if not is_file(path):  # before it is opened: a pipe would wait for ever
+            raise OSError("it is a pipe or a device, or its name is not possible")
+        with path.open("rb") as start:
+            if not _is_known(start.read(16)):
+                raise OSError(UNKNOWN_FORMAT)
+        # Encoded here, because soundfile fails on names that are not valid Unicode.
+        name = os.fsencode(path) if os.name == "posix" else str(path)
+        with soundfile.SoundFile(name) as file:
+            yield file
+
+
+def _is_known(start: bytes) -> bool:
+    is_mpeg = int.from_bytes(start[:2], "big") & MPEG_SYNC == MPEG_SYNC
+    return is_mpeg or start.startswith(KNOWN_STARTS)
+
+
+def _decode(file: Any, frames: int) -> Wave:
+    """Decode up to a number of frames to mono, block by block.
+
+    Memory follows what is in the file, not what its header claims.
+    """
+    size = max(1, BLOCK // file.channels)
+    blocks: list[Wave] = [np.zeros(0, np.float32)]
+    while frames > 0:
+        channels = file.read(min(frames, size), dtype="float32", always_2d=True)
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller looks at the result
+            blocks.append(channels.mean(axis=1, dtype=np.float32))
+        if len(channels) < min(frames, size):
+            break
+        frames -= len(channels)
+    return np.concatenate(blocks)
+
+
+def _header(path: Path, file: Any) -> Header:
+    if file.frames == UNKNOWN_LENGTH:
+        raise InputError(
+            f"{path}: the header gives no length, as in a file written through a pipe; "
+            "convert it to a new file"
+        )
+    return Header(int(file.frames), _checked_rate(path, file.samplerate))
+
+
+def _check_size(path: Path, file: Any) -> None:
+    """Raise InputError for a file that would take too much memory as a whole."""
+    seconds = file.frames / file.samplerate
+    if seconds > LONGEST_FILE or file.frames * file.channels > MOST_DECODED:
+        raise InputError(
+            f"{path}: has {seconds / 3600:.1f} h of audio in {file.channels} channels at "
+            f"{file.samplerate} Hz, but at most {LONGEST_FILE // 3600} h of stereo at 48000 Hz can "
+            "be read at once; cut the recording"
+        )
 
 
 def _checked_rate(path: Path, rate: int) -> int:
@@ -179,7 +248,7 @@ def _why_unreadable(path: Path, error: Exception) -> str:
         return "no such file"
     if path.is_dir():
         return "is a folder, not an audio file"
-    reason = str(error).split(": ", 1)[-1].rstrip(".")
+    reason = getattr(error, "error_string", str(error)).rstrip(".")
     if "does not exist" in reason:  # what libsndfile says about most files that are not MP3
-        reason = "format not recognised"
+        reason = UNKNOWN_FORMAT
     return f"cannot be read as audio ({reason}); use WAV, FLAC, OGG or MP3"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from maxfactor_speech.data.audio import is_file
 from maxfactor_speech.data.kaldi import is_kaldi, read_kaldi
-from maxfactor_speech.data.recordings import Recording
+from maxfactor_speech.data.recordings import LONGEST_TEXT, Recording
 from maxfactor_speech.data.tables import (
     NEMO_COLUMN,
     Entry,
@@ -96,7 +96,7 @@ def _in_folder(folder: Path) -> DataSet:
     if tables:
         layout = "LJSpeech" if all(map(_is_ljspeech, tables)) else "audiofolder"
         return DataSet(layout, *_audiofolder(folder, tables))
-    transcripts = sorted(folder.rglob("*.trans.txt"))
+    transcripts = sorted(filter(is_file, folder.rglob("*.trans.txt")))
     if not transcripts:
         raise InputError(f"{folder}: no known layout; it must be {ACCEPTED}")
     return DataSet("LibriSpeech", *_librispeech(folder, transcripts))
@@ -270,13 +270,15 @@ def _located(entry: Entry, folder: Path, root: Path | None) -> Path:
             raise InputError(f"{where}: {shown(audio)}: {error}") from error
     path = folder / audio
     # Most names are simple, and need no comparison, which takes long for many of them.
-    is_simple = ".." not in audio and ":" not in audio and audio[0] not in "/\\"
-    if not is_simple and not _plain(path).is_relative_to(_plain(root)):
+    if ".." not in audio and ":" not in audio and audio[0] not in "/\\":
+        return path
+    if not _plain(path).is_relative_to(_plain(root)):
         raise InputError(
             f"{where}: {shown(audio)} is outside the data set {root}; move it there, or list it in "
             "a table that you give by itself"
         )
-    return path
+    # What was compared is what is opened: `link/..` is not the folder that the link is in.
+    return Path(os.path.normpath(path))
 
 
 def _plain(path: Path) -> Path:
@@ -287,8 +289,11 @@ def _plain(path: Path) -> Path:
 def _text(entry: Entry) -> str:
     if not _is_valid(entry.text):
         raise InputError(f"{entry.where}: the text is no valid Unicode, {shown(entry.text)}")
+    text = " ".join(entry.text.split())
+    if len(text) > LONGEST_TEXT:  # is left out; NFC takes quadratic time for rows of accents
+        return text
     # NFC, as in the tokenizer: a letter with an accent is one character.
-    return unicodedata.normalize("NFC", " ".join(entry.text.split()))
+    return unicodedata.normalize("NFC", text)
 
 
 def _is_valid(text: str) -> bool:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from maxfactor_speech.data.screening import LeftOut
 
+LONGEST_TEXT = 5000  # characters; nobody says as many in half a minute
 DAMAGED_SHARE = 0.05  # of the recordings: a training stops if more turn out to be damaged …
 DAMAGED_COUNT = 10  # … and more than this number
 

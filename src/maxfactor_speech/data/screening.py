@@ -20,6 +20,7 @@ from maxfactor_speech.data.audio import (
     read_header,
     resampled_length,
 )
+from maxfactor_speech.data.recordings import LONGEST_TEXT
 from maxfactor_speech.errors import InputError
 
 if TYPE_CHECKING:
@@ -140,6 +141,9 @@ def _measured(
         return LeftOut(recording, "no transcript", f"{path}: its transcript is empty")
     if isinstance(header, _Unusable):
         return LeftOut(recording, *header)
+    if len(recording.text) > LONGEST_TEXT:
+        detail = f"its transcript has {len(recording.text)} characters, more than {LONGEST_TEXT}"
+        return LeftOut(recording, "too long", f"{path}: {detail}")
     if recording.is_part and start + (seconds or 0.0) > header.seconds + OVERSHOOT:
         detail = f"{path}: ends at {header.seconds:.1f} s, but the table goes on to "
         return LeftOut(recording, "outside the file", f"{detail}{start + (seconds or 0.0):.1f} s")

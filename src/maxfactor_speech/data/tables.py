@@ -27,6 +27,7 @@ BARE_COLUMNS = ("path", "text")  # of a TSV file without names
 OTHER_SPANS = ("start", "end", "start_time", "end_time")
 DELIMITERS = (",", ";", "\t")
 AUDIO_SUFFIXES = (".flac", ".wav", ".mp3", ".ogg", ".opus", ".m4a", ".aac", ".aiff", ".au")
+LARGEST = 2 * 2**30  # bytes of a table
 BYTE_ORDER_MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16, whose mark is its beginning
@@ -130,6 +131,11 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
 def read_text(path: Path) -> str:
     """Return the content of a file in UTF-8, or in the encoding of its byte-order mark."""
     try:
+        if (size := path.stat().st_size) > LARGEST:
+            raise InputError(
+                f"{path}: has {size / 2**30:.1f} GiB, but a table may have at most "
+                f"{LARGEST // 2**30}; split it"
+            )
         content = path.read_bytes()
     except OSError as error:
         raise InputError(f"{path}: cannot be read, {error.strerror}") from error

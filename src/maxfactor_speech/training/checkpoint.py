@@ -38,6 +38,7 @@ from maxfactor_speech.atomic import sync_folder
 from maxfactor_speech.errors import InputError, failure_reason
 from maxfactor_speech.training.adapters import save_adapters
 from maxfactor_speech.training.checksums import write_checksums
+from maxfactor_speech.training.sharded_files import CheckedPlanner, check_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -230,10 +231,17 @@ def load_sharded_state(
     """
     state = {STATE_KEY: get_optimizer_state_dict(model, optimizers)}
     path, is_alone = folder / SHARDED_STATE, group is None
+    check_metadata(path)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended
-            load_distributed(state, checkpoint_id=path, process_group=group, no_dist=is_alone)
+            load_distributed(
+                state,
+                checkpoint_id=path,
+                planner=CheckedPlanner(),
+                process_group=group,
+                no_dist=is_alone,
+            )
     except (OSError, RuntimeError, CheckpointException) as error:
         raise InputError(f"{path}: cannot be read, {_reason(error)}") from error
     set_optimizer_state_dict(model, optimizers, state[STATE_KEY])

@@ -5,18 +5,30 @@ Nothing is downloaded. What is missing in a folder is named with the way to get 
 
 from __future__ import annotations
 
-import json
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration, WhisperTokenizer
+from transformers import (
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+    WhisperTokenizer,
+)
 
 from maxfactor_speech.data.audio import SAMPLE_RATE
 from maxfactor_speech.data.tokens import Codec
 from maxfactor_speech.errors import InputError, download_hint, failure_reason
 from maxfactor_speech.training.checkpoint import BEST, checkpoints, quiet
 from maxfactor_speech.training.checksums import check_model
+from maxfactor_speech.training.folder_checks import (
+    check_extractor,
+    check_generation,
+    check_weights,
+    on_meta,
+    read_config,
+    read_json,
+)
 from maxfactor_speech.training.recogniser import Recogniser, complete_generation, prompt
 
 if TYPE_CHECKING:
@@ -39,14 +51,14 @@ def find_model(folder: Path) -> Path:
             hint = download_hint(str(folder))
             raise InputError(f"{folder}: no such folder" + (f", and {hint}" if hint else ""))
         raise InputError(f"{folder}: no config.json, so this is not a model folder")
-    try:
-        kind = json.loads((source / "config.json").read_text()).get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
-        raise _not_whisper(folder, error) from error
+    kind = read_config(source).get("model_type")
     if kind != "whisper":
         raise InputError(f"{folder}: contains a model of type {kind!r}, only 'whisper' is allowed")
     _check_file(source, TOKENIZER_FILES, "tokenizer")
     _check_file(source, EXTRACTOR_FILES, "feature extractor")
+    for path in (source / name for name in EXTRACTOR_FILES):
+        if path.is_file():
+            check_extractor(path)
     return source
 
 
@@ -67,22 +79,30 @@ def load_model(
     for name in check_model(source) if say is not None else ():
         assert say is not None
         say(f"{source / name}: is not as it was written, but edited or damaged")
-    dtype = dtype or _stored_dtype(source)
     try:
-        with quiet():
-            loaded: Any = WhisperForConditionalGeneration.from_pretrained(
-                source, local_files_only=True, dtype=dtype, output_loading_info=True
-            )
-            tokenizer = WhisperTokenizer.from_pretrained(source, local_files_only=True)
-            extractor = WhisperFeatureExtractor.from_pretrained(source, local_files_only=True)
-        model: WhisperForConditionalGeneration = loaded[0]
-        complete_generation(model, tokenizer)
-        codec = Codec.of(tokenizer, prompt(model.generation_config), model.config.vocab_size)
-    except Exception as error:  # damaged files can make transformers raise anything
+        return _load(folder, source, dtype or _stored_dtype(source))
+    except InputError:
+        raise
+    except Exception as error:  # damaged files make transformers and tokenizers raise anything
         raise _not_whisper(folder, error) from error
+
+
+def _load(folder: Path, source: Path, dtype: torch.dtype) -> Recogniser:
+    with quiet():
+        config = WhisperConfig.from_pretrained(source, local_files_only=True)
+        check_weights(source, on_meta(WhisperForConditionalGeneration, config))
+        loaded: Any = WhisperForConditionalGeneration.from_pretrained(
+            source, local_files_only=True, dtype=dtype, output_loading_info=True
+        )
+        tokenizer = WhisperTokenizer.from_pretrained(source, local_files_only=True)
+        extractor = WhisperFeatureExtractor.from_pretrained(source, local_files_only=True)
+    model: WhisperForConditionalGeneration = loaded[0]
     missing = sorted(loaded[1]["missing_keys"])
     if missing:
         raise InputError(f"{folder}: lacks weights of the model, such as {missing[0]}")
+    check_generation(source, model)
+    complete_generation(model, tokenizer)
+    codec = Codec.of(tokenizer, prompt(model.generation_config), model.config.vocab_size)
     if max(*codec.start, codec.end) >= len(codec):
         raise InputError(
             f"{folder}: {TOKENIZER_FILES[0]} belongs to another model, which has more tokens; copy "
@@ -95,7 +115,7 @@ def load_model(
 
 
 def _stored_dtype(source: Path) -> torch.dtype:
-    config = json.loads((source / "config.json").read_text())
+    config = read_json(source / "config.json")
     name = config.get("dtype") or config.get("torch_dtype")
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 

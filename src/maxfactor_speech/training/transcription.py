@@ -6,7 +6,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from maxfactor_speech.data.audio import SAMPLE_RATE, read, samples_in
-from maxfactor_speech.errors import InputError
+from maxfactor_speech.errors import InputError, failure_reason
 from maxfactor_speech.training.evaluation import PipelineDecoder
 from maxfactor_speech.training.model_folder import load_model
 from maxfactor_speech.training.settings import find_device
@@ -52,4 +52,12 @@ def transcribe_files(
     recogniser.model.to(place)  # type: ignore[arg-type]  # a decorator has wrong types
     decoder = PipelineDecoder(recogniser)
     for path in paths:
-        yield path, *decoder.long(read(path), timestamps)
+        wave = read(path)
+        try:
+            found = decoder.long(wave, timestamps)
+        except (IndexError, TypeError, ValueError) as error:  # of settings that contradict
+            raise InputError(
+                f"{model_folder}: cannot be used on {path}, {failure_reason(error)}; are its "
+                "files those of one model?"
+            ) from error
+        yield path, *found
