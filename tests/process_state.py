@@ -39,7 +39,7 @@ def process_state() -> dict[str, Any]:
         "gradient mode": torch.is_grad_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
         "torch's process group": dist.is_available() and dist.is_initialized(),
-        "warnings as errors": warnings.filters[0][0] if warnings.filters else None,
+        "warnings as errors": ("error", None, Warning, None, 0) in warnings.filters,
     }
 
 

@@ -295,6 +295,8 @@ REPLACED_FOR_KERNELS: dict[str, dict[str, Any]] = {
 }
 
 
+# NumPy warns where the kernels look whether a square overflows.
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_kernels_equal_the_reference(counter: Counter) -> None:
     """In Triton's interpreter, which is slow: few examples."""
 

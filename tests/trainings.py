@@ -15,11 +15,6 @@ from torch import Tensor
 
 from maxfactor import MaxFactor
 from maxfactor.optimizer import FactoredOptimizer
-from properties import (
-    EXPANDED_PARAMETERS_ARE_REFUSED,
-    LATE_FAILURES_CHANGE_NOTHING,
-    STATE_VALUES_ARE_CHECKED,
-)
 
 # ------------------------------------------------------------------------------------- snapshots
 
@@ -86,7 +81,8 @@ def rebuilt(optimizer: FactoredOptimizer, state_dict: dict[str, Any]) -> Factore
     for group in optimizer.param_groups:
         params = [param.detach().clone().requires_grad_() for param in group["params"]]
         groups.append({"params": params})
-    defaults = {key: own for key, own in optimizer.defaults.items() if key != "differentiable"}
+    of_groups = ("blocks", "differentiable")  # no arguments of an optimizer
+    defaults = {key: own for key, own in optimizer.defaults.items() if key not in of_groups}
     made = type(optimizer)(groups, **defaults)
     made.load_state_dict(state_dict)
     return made
@@ -246,14 +242,11 @@ BAD_CALLS: dict[str, Callable[[FactoredOptimizer], Call]] = {
     "no params": adding({"lr": 0.1}),
     "negative rate": adding({"params": [torch.zeros(2)], "lr": -0.1}),
     "own backend": adding({"params": [torch.zeros(2)], "capturable": True}),
+    "impossible state": impossible_state,
+    "late failure": late_failure,
+    "expanded parameter": expanded_parameter,
     "half named": adding({"params": [("name", torch.zeros(2)), torch.zeros(3)]}),
 }
-if STATE_VALUES_ARE_CHECKED:
-    BAD_CALLS["impossible state"] = impossible_state
-if LATE_FAILURES_CHANGE_NOTHING:
-    BAD_CALLS["late failure"] = late_failure
-if EXPANDED_PARAMETERS_ARE_REFUSED:
-    BAD_CALLS["expanded parameter"] = expanded_parameter
 
 REFUSALS = (ValueError, TypeError, RuntimeError)
 
