@@ -55,7 +55,7 @@ def test_the_command_that_counts_messages(
 def test_the_cost_model() -> None:
     """By hand: two matrices and a vector on four ranks."""
     model = {"a": (4, 6), "b": (2, 8), "c": (5,)}
-    first = 4 * ((6 + 3) + (8 + 3) + 3)
+    first = 4 * ((6 + 5) + (8 + 5) + 5)  # W² in three parts, G², whether all is finite
     expected = [("sum", first), ("max", 4 * 2), ("max", 4 * (1 + 1 + 2))]
     found = collectives.predicted(model, "published-1.0", 4)
     assert [(message.kind, message.bytes) for message in found] == expected

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from maxfactor.recipes import RecipeName
 
 FLOAT = 4  # bytes
+PARTS = 3  # of a sum of squares of W or U, so that none overflows: src/maxfactor/rule/squares.py
 GPU_WIRE = 2  # bytes for each entry of a matrix that is exchanged: bfloat16
 LIMIT = timedelta(seconds=120)
 RANKS_ON_PAPER = (8, 64, 1024)
@@ -85,15 +86,15 @@ class Reductions:
     exchanges_hidden: bool = False  # the orthogonal direction needs whole matrices
 
 
-# max|U| of (7), of a vector also that of its one row; the sum of U^2 if d is finite; FAM's two
-# sums of a matrix.
+# max|U| of (7), of a vector also that of its one row; the sum of U^2, in its parts, if d is
+# finite; FAM's two sums of a matrix.
 REDUCTIONS: dict[str, Reductions] = {
     "published-1.0": Reductions(1, {"max": 1}, {"max": 2}),
-    "published-0.2": Reductions(1, {"max": 1, "sum": 1}, {"max": 1, "sum": 1}),
-    "lean": Reductions(0, {"sum": 1}, {"sum": 1}, 2),
+    "published-0.2": Reductions(1, {"max": 1, "sum": PARTS}, {"max": 1, "sum": PARTS}),
+    "lean": Reductions(0, {"sum": PARTS}, {"sum": PARTS}, 2),
     "fast": Reductions(0, {"sum": 2}, {}, 2, 1),
     "quality": Reductions(0, {"sum": 2}, {}, 2, 1, exchanges_hidden=True),
-    "Adafactor": Reductions(0, {"sum": 1}, {"sum": 1}, 2),
+    "Adafactor": Reductions(0, {"sum": PARTS}, {"sum": PARTS}, 2),
 }
 CONTENDERS = (*REDUCTIONS, "torch AdamW")
 
@@ -137,8 +138,8 @@ def predicted(
 def first_sums(shape: Shape, rule: Reductions) -> int:
     """Sums of G^2 and of W^2, whether all values are finite; of a matrix also G^2 by columns."""
     if len(shape) < 2:
-        return 3 + rule.vector_means
-    return 3 + rule.matrix_means + columns(shape)
+        return 2 + PARTS + rule.vector_means
+    return 2 + PARTS + rule.matrix_means + columns(shape)
 
 
 def columns(shape: Shape) -> int:

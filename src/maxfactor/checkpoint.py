@@ -222,7 +222,8 @@ def check_values(states: Sequence[SavedState]) -> None:
     for device in {part.values.device for part in parts}:
         here = [part for part in parts if part.values.device == device]
         ends = [torch.stack(torch.aminmax(part.values)).to(torch.float32) for part in here]
-        for part, (low, high) in zip(here, torch.stack(ends).tolist(), strict=True):
+        found = torch.stack(ends).tolist()  # a load may wait for the device, once
+        for part, (low, high) in zip(here, found, strict=True):
             _check_range(part, low, high)
 
 

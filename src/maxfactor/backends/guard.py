@@ -18,14 +18,6 @@ class BadGradients(NamedTuple):
     names: list[str]
     overflow: bool = False  # they are finite, but their sums of squares overflow
 
-    def __str__(self) -> str:
-        if not self.overflow:
-            return f"the gradient of {listed(self.names)} is not finite"
-        return (
-            f"the gradient of {listed(self.names)} is finite, but so large, about 1e18 or more, "
-            "that the sum of its squares overflows float32"
-        )
-
 
 def bad_gradients(marks: Iterable[tuple[str, float]]) -> BadGradients | None:
     """What stops a step, from the names of all parameters and their marks; 0 for a good one."""
@@ -60,15 +52,30 @@ class Guard:
 
 def refused(bad: BadGradients) -> FloatingPointError:
     """The error for a skipped step, with nonfinite="raise"."""
-    return FloatingPointError(f"{bad}; the step was not taken and nothing was changed")
+    whose = listed(bad.names)
+    if bad.overflow:
+        return FloatingPointError(
+            f"the gradient of {whose} is finite, but so large, about 1e18 or more, that the sum "
+            "of its squares overflows float32; the step was not taken and nothing was changed"
+        )
+    return FloatingPointError(
+        f"the gradient of {whose} is not finite; the step was not taken and nothing was changed"
+    )
 
 
 def given_up(steps: int, bad: BadGradients) -> FloatingPointError:
     """The error after too many skipped steps in a row."""
-    remedy = "lower the learning rate, clip the gradients, or look for the NaN in the model"
+    whose = listed(bad.names)
     if bad.overflow:
-        remedy = "scale the loss down, or clip the gradients"
-    return FloatingPointError(f"{steps} steps in a row were skipped because {bad}; {remedy}")
+        return FloatingPointError(
+            f"{steps} steps in a row were skipped because the gradient of {whose} is finite, but "
+            "so large, about 1e18 or more, that the sum of its squares overflows float32; scale "
+            "the loss down, or clip the gradients"
+        )
+    return FloatingPointError(
+        f"{steps} steps in a row were skipped because the gradient of {whose} is not finite; "
+        "lower the learning rate, clip the gradients, or look for the NaN in the model"
+    )
 
 
 def listed(names: list[str]) -> str:

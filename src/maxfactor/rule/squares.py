@@ -86,7 +86,7 @@ def is_usual(norms: Tensor) -> bool:
 
     Reads a value, which is free on the CPU.
     """
-    largest = norms.amax().item() if norms.numel() else 1.0
+    largest = norms.amax().item() if norms.numel() else 1.0  # asked for only on the CPU
     return not (largest < LOW or largest > HIGH)
 
 

@@ -204,13 +204,14 @@ class Batch:
                 return squares.usual_parts(norm.square().to(torch.float32)).reshape(shape)
         parts = self._new_parts()
         for rows in self._row_blocks():
-            parts[:, rows] = squares.parts_by_row(weights[:, rows], may_read=False)
+            own = squares.parts_by_row(weights[:, rows], may_read=False)
+            parts[:, :, rows, 0] = own.movedim(-1, 0)
         return self._sum_of_rows(parts)
 
     def _sum_of_rows(self, parts: Tensor) -> Tensor:
-        """The sums of each tensor, (k, 1, 1, 3), from parts by row, (k, m, 3)."""
-        dims = (0, 1) if len(self.tensor_dims) > 2 else (1,)
-        return parts.sum(dim=dims).reshape(-1, 1, 1, 3)
+        """The sums of each tensor, (k, 1, 1, 3), from parts by row, (3, k, m, 1)."""
+        sums = [part.sum(dim=self.tensor_dims, keepdim=True) for part in parts]
+        return torch.stack(sums, dim=-1).reshape(-1, 1, 1, 3)
 
     @cached_property
     def _keeps_to_first(self) -> bool:
@@ -344,8 +345,9 @@ class Batch:
         for rows, g in self._gradient_blocks():
             u = update.first_pass(rows, g)
             if parts is not None:
-                own = factor[:, rows] if isinstance(factor, Tensor) else None
-                parts[:, rows] = squares.parts_by_row(u, own, may_read=self.may_read)
+                of_rows = factor[:, rows] if isinstance(factor, Tensor) else None
+                own = squares.parts_by_row(u, of_rows, may_read=self.may_read)
+                parts[:, :, rows, 0] = own.movedim(-1, 0)
             if row_max is not None:
                 magnitude = torch.abs(u, out=self.scratch(4, u))
                 torch.amax(magnitude, dim=-1, keepdim=True, out=row_max[:, rows])
@@ -496,8 +498,8 @@ class Batch:
         write_back([state[key] for state in self.states], batch)
 
     def _new_parts(self) -> Tensor:
-        """Sums of squares by row, in parts, (k, m, 3)."""
-        return self._new_column().expand(*self._rows[:2], 3).clone()
+        """Sums of squares by row, in parts, (3, k, m, 1), each contiguous."""
+        return self._new_column().expand(3, *self._rows).clone()
 
     def _new_column(self) -> Tensor:
         return torch.zeros(self._rows, dtype=torch.float32, device=self.params[0].device)

@@ -193,6 +193,7 @@ def run_on_all(
         if names:
             marks = marks_of(batches, names)
             found = torch.tensor([marks[id(each)] for each in inputs], device=device)
+            # On the way to a skipped step.
             worst = reduce_all([Reduction(found, groups, is_sum=False)], groups)[0].tolist()
             each_name = (each.name for each in inputs)
             return StepResult(bad=bad_gradients(zip(each_name, worst, strict=True)))
