@@ -17,13 +17,20 @@ SEED = os.environ.get("MAXFACTOR_FUZZ_SEED")
 EXAMPLES = int(ASKED or 500)
 
 
-def fuzzed(examples: int) -> Callable[[Any], Any]:
-    """Return a decorator for a test with `given`."""
+def fuzzed(examples: int, shrinks: bool = True) -> Callable[[Any], Any]:
+    """Return a decorator for a test with `given`.
+
+    Args:
+        examples: How many to try.
+        shrinks: Look for the smallest example that fails; takes long where a failure does.
+    """
+    phases = set(hypothesis.Phase) - ({hypothesis.Phase.shrink} if not shrinks else set())
     chosen = hypothesis.settings(
         max_examples=examples,
         derandomize=ASKED is None and SEED is None,
         deadline=None,
         database=None,
+        phases=sorted(phases, key=lambda phase: phase.value),
         suppress_health_check=list(hypothesis.HealthCheck),
     )
 

@@ -143,7 +143,7 @@ def test_mutated_audio_is_read_or_named(child: DecodingChild, tmp_path: Path) ->
     """It neither crashes nor hangs nor takes memory; the memory is that of the whole process."""
     outcomes: Counter[str] = Counter()
 
-    @fuzzed(EXAMPLES)
+    @fuzzed(EXAMPLES, shrinks=False)
     @given(st.integers(0, len(FORMATS) - 1), st.lists(CHANGE, min_size=1, max_size=4))
     def check(number: int, changes: list[Change]) -> None:
         path = tmp_path / f"mutated.{FORMATS[number][0]}"
@@ -478,6 +478,18 @@ def test_a_header_that_claims_too_much(child: DecodingChild, tmp_path: Path, nam
         assert found[:4] == ("kept", "", "read", "")
     else:
         assert found.training in ("too long", "damaged"), found
+
+
+@pytest.mark.parametrize("rate", [0, 1, 999, 768_001, 2**31 - 1])
+def test_a_rate_that_nobody_records_at(child: DecodingChild, tmp_path: Path, rate: int) -> None:
+    """At 1 Hz a third of a second would be an hour and a half, in 900 MB."""
+    path = tmp_path / "a.wav"
+    path.write_bytes(changed(intact(0), [overwrite(24, rate.to_bytes(4, "little"))]))
+    found = child.decode(path)
+    assert found.training == "damaged"
+    assert "sampling rate" in found.detail or rate == 0
+    assert found.detail == found.whole
+    assert_bounded(found, 400)
 
 
 def test_far_too_loud(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ Samples: TypeAlias = NDArray[np.int16]
 SAMPLE_RATE = 16_000
 FULL_SCALE = 32_768.0  # of 16-bit samples
 UNKNOWN_LENGTH = 2**63 - 1  # frames that libsndfile reports if a FLAC header gives no length
-HIGHEST_RATE = 768_000  # Hz; resampling takes memory in proportion to the rate
+# Hz; resampling takes memory in proportion to the rate, and lengthens what has a low one.
+LOWEST_RATE, HIGHEST_RATE = 1_000, 768_000
 LONGEST_FILE = 4 * 3600  # seconds of a file that is read whole …
 MOST_DECODED = LONGEST_FILE * 48_000 * 2  # … and its samples in all channels
 BLOCK = 2**23  # samples that are decoded at a time, in all channels: half a minute of most
@@ -238,8 +239,11 @@ def _check_size(path: Path, file: Any) -> None:
 
 
 def _checked_rate(path: Path, rate: int) -> int:
-    if not 1 <= rate <= HIGHEST_RATE:
-        raise InputError(f"{path}: has a sampling rate of {rate} Hz, more than {HIGHEST_RATE}")
+    if not LOWEST_RATE <= rate <= HIGHEST_RATE:
+        raise InputError(
+            f"{path}: has a sampling rate of {rate} Hz, which is not between {LOWEST_RATE} and "
+            f"{HIGHEST_RATE}"
+        )
     return rate
 
 
