@@ -56,11 +56,15 @@ class Gradients:
             [torch.randn(shape, generator=draws).to(device) for shape in shapes] for _ in range(32)
         ]
         self.chosen = random.Random(seed)
+        self.bad_pool = [self._spoiled() for _ in range(64)]
 
     def good(self) -> list[Tensor]:
         return self.chosen.choice(self.pool)
 
     def bad(self) -> list[Tensor]:
+        return self.chosen.choice(self.bad_pool)
+
+    def _spoiled(self) -> list[Tensor]:
         """One to all values of one or more tensors are not finite."""
         grads = [grad.clone() for grad in self.good()]
         for grad in self.chosen.sample(grads, self.chosen.randint(1, len(grads))):

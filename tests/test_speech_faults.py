@@ -52,7 +52,7 @@ MIDDLE_KILLS = amount(6, 80)  # amid a write
 TRAINING_KILLS = amount(2, 60)  # anywhere in a training
 DAMAGES = amount(310, 2_000)
 MODEL_DAMAGES = amount(30, 300)
-FULL_DISKS = amount(8, 60)
+FULL_DISKS = amount(15, 60)
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
 
 
@@ -249,7 +249,7 @@ def test_a_full_disk_at_any_point(
     """The previous checkpoint stays; with more room the training goes on."""
     used, new = disk_size(begun), disk_size(checkpoint.checkpoints(begun)[-1])
     for number in range(FULL_DISKS):
-        size = used + 4096 * 2 + new * number // FULL_DISKS
+        size = used + 4096 + (new - 4 * 4096) * number // FULL_DISKS
         with tiny_disk(tmp_path / f"disk{number}", size) as disk:
             out = copy_of(begun, disk / "out")
             with pytest.raises(InputError, match=r": cannot be written, the disk is full$"):

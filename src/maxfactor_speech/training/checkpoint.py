@@ -284,4 +284,6 @@ def quiet() -> Iterator[None]:
 def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]  # of the first process that failed
-    return failure_reason(error)
+    # On a full disk torch.save raises its own error while it handles that of the system.
+    hidden = error.__context__
+    return failure_reason(hidden if isinstance(hidden, OSError) else error)
