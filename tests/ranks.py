@@ -23,6 +23,9 @@ from interpreter import speed_up_interpreter
 
 LIMIT = 60.0  # seconds for one case on all ranks
 
+# What takes long to import, once for all of them; torch._dynamo comes with the first step.
+PRELOADED = ["torch.distributed.tensor", "torch._dynamo", "triton", "pytest"]
+
 
 class Ranks:
     """`world` processes with one gloo group."""
@@ -33,7 +36,8 @@ class Ranks:
 
     def start(self) -> None:
         """Start the processes, which wait for a case."""
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         wait = timedelta(seconds=LIMIT)
         self.store = dist.TCPStore("127.0.0.1", 0, None, True, wait, wait_for_workers=False)  # type: ignore[attr-defined]
         self.pipes: list[Connection] = []
