@@ -115,7 +115,6 @@ def _share_types() -> None:
 
 def _skip_what_changes_nothing() -> None:
     """Skip the overflow check that only a debug build reads, and casts from a type to itself."""
-    import triton.language as tl
     from triton.language.semantic import TritonSemantic  # type: ignore[import-untyped]
 
     check = TritonSemantic.binary_op_sanitize_overflow_impl
