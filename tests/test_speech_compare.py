@@ -42,8 +42,8 @@ from maxfactor_speech.processes import in_processes, tell_parent
 from maxfactor_speech.training import checkpoint
 from maxfactor_speech.training import settings as settings_module
 from maxfactor_speech.training.folder_lock import folder_lock
-from maxfactor_speech.training.metrics import read_metrics
 from maxfactor_speech.training.loop import train
+from maxfactor_speech.training.metrics import read_metrics
 from maxfactor_speech.training.optimizers import default_lr, names
 from maxfactor_speech.training.progress import Pace
 from maxfactor_speech.training.settings import Settings, read_settings
