@@ -153,7 +153,7 @@ def _skip_what_changes_nothing() -> None:
 def _constant(type_: Any, number: float) -> Any:
     """A number as a tensor of a type."""
     import triton.language as tl
-    from triton.runtime.interpreter import TensorHandle
+    from triton.runtime.interpreter import TensorHandle  # type: ignore[import-untyped]
 
     shape = tuple(type_.shape) if type_.is_block() else (1,)
     scalar = type_.scalar
