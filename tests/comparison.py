@@ -88,7 +88,7 @@ def same_step(
             assert bool((off <= step).all()), f"{key} of {what}"
             tipped = int((off > 0).sum())
             assert tipped <= 2 + 0.002 * value.numel(), f"{key} of {what}"
-        else:
+        elif not torch.equal(value, theirs):  # as it mostly is, and faster to see
             loose = 5e-6 * size if key.startswith(("momentum", "band")) else 1e-37
             torch.testing.assert_close(value, theirs, rtol=4e-6, atol=loose)
     alpha = float(expected.step_size)

@@ -38,15 +38,28 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 MISSING = [name for name in ("jiwer", "soundfile", "typer") if find_spec(name) is None]
 # Each starts processes, trains a model to begin with, or imports a large package, once for all its
-# tests.
-ON_ONE_WORKER = (
-    "test_speech_faults.py",
-    "test_speech_folders.py",
-    "test_speech_parallel.py",
-    "test_speech_small_memory.py",
-    "test_suite.py",
-    "test_torch_database.py",
-    "test_trainers.py",
+# tests. Those that share such a start share a name, under which they go to one worker.
+ON_ONE_WORKER = {
+    "test_collectives.py": "four ranks",
+    "test_sharded.py": "four ranks",
+    "test_sharded_torch.py": "four ranks",
+    "test_docs_site.py": "site",
+    "test_speech_faults.py": "faults",
+    "test_speech_folders.py": "folders",
+    "test_speech_parallel.py": "two ranks",
+    "test_speech_small_memory.py": "small memory",
+    "test_suite.py": "suite",
+    "test_torch_database.py": "torch database",
+    "test_trainers.py": "trainers",
+}
+# Single tests that take long begin early, so that no worker waits for the other one at the end.
+LONG = (
+    "test_the_command_under_torchrun",
+    "test_a_stopped_comparison",
+    "test_finished_trainings_are_reused",
+    "test_a_killed_training",
+    "test_study",
+    "test_accelerate_fsdp2",
 )
 collect_ignore_glob = ["test_benchmarks.py", "test_speech_*.py"] if MISSING else []
 
@@ -65,9 +78,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"{sum(counts)} examples of {len(counts)} properties")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put long tests first, where several workers share the tests."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not any(name in item.nodeid for name in LONG))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Send all tests of a file that starts its own processes to one worker.
+    """Send all tests of a file that starts its own processes to one worker, largest files first.
 
     The mark `xdist_group` of pytest-xdist 3.8 has no effect with pytest 9.2, which no longer reads
     the attribute that it sets.
@@ -76,8 +95,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            path = nodeid.split("::")[0]
-            return path if Path(path).name in ON_ONE_WORKER else nodeid
+            name = Path(nodeid.split("::")[0]).name
+            return ON_ONE_WORKER.get(name, nodeid)
 
     return ByFile(config, log)
 

@@ -15,6 +15,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,20 +77,32 @@ def cases() -> Iterator[tuple[str, str, str]]:
 def digest(name: Any, backend: str, dtype: str) -> dict[str, Any]:
     """Take the steps of a case. Sharded parameters need a process group of one."""
     torch.manual_seed(0)
-    model = Model(small=backend == "fused", large=dtype == "large").to(
-        DTYPES.get(dtype, torch.float32)
-    )
+    chosen = DTYPES.get(dtype, torch.float32)
+    model = Model(small=backend == "fused", large=dtype == "large").to(chosen)
     if backend == "sharded":
         shard(model)
     optimizer = build(model, name, backend)
-    random = np.random.default_rng(1)
-    for _ in range(FUSED_STEPS if backend == "fused" else STEPS):
-        for param in model.parameters():
-            drawn = random.normal(size=param.shape) * np.exp(random.normal(size=param.shape))
-            grad = torch.from_numpy(np.asarray(drawn)).to(param.dtype)
-            param.grad = as_placed(grad, param)
+    steps = FUSED_STEPS if backend == "fused" else STEPS
+    shapes = tuple(param.shape for param in model.parameters())
+    for grads in gradients(shapes, chosen, steps):
+        for param, grad in zip(model.parameters(), grads, strict=True):
+            param.grad = as_placed(grad.clone(), param)
         optimizer.step()
     return summary(model, optimizer)
+
+
+@cache
+def gradients(
+    shapes: tuple[torch.Size, ...], dtype: torch.dtype, steps: int
+) -> list[list[torch.Tensor]]:
+    """The gradients of every step, the same for all recipes."""
+    random = np.random.default_rng(1)
+
+    def drawn(shape: torch.Size) -> torch.Tensor:
+        values = random.normal(size=shape) * np.exp(random.normal(size=shape))
+        return torch.from_numpy(np.asarray(values)).to(dtype)
+
+    return [[drawn(shape) for shape in shapes] for _ in range(steps)]
 
 
 def build(model: nn.Module, name: Any, backend: str) -> torch.optim.Optimizer:

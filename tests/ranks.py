@@ -7,7 +7,6 @@ test that asked for it.
 from __future__ import annotations
 
 import math
-import multiprocessing as mp
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from forked import context
 from interpreter import speed_up_interpreter
 
 LIMIT = 60.0  # seconds for one case on all ranks
@@ -33,14 +33,14 @@ class Ranks:
 
     def start(self) -> None:
         """Start the processes, which wait for a case."""
-        context = mp.get_context("spawn")
+        here = context()
         wait = timedelta(seconds=LIMIT)
         self.store = dist.TCPStore("127.0.0.1", 0, None, True, wait, wait_for_workers=False)  # type: ignore[attr-defined]
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(self.world):
-            mine, theirs = context.Pipe()
-            process = context.Process(
+            mine, theirs = here.Pipe()
+            process = here.Process(  # type: ignore[attr-defined]
                 target=serve, args=(rank, self.world, self.store.port, theirs), daemon=True
             )
             process.start()

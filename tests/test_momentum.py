@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oracle
+from arrays import assert_close, assert_less
 from cases import (
     BLOCKS,
     DIRECTIONS,
@@ -104,12 +105,10 @@ def compare_state(ours: dict[str, Tensor], expected: oracle.Snapshot, what: str)
             size = np.stack([np.maximum(np.abs(value[0]), value[1]), value[1], value[2]])
             off = np.abs(array(ours[key]) - value)
             allowed = 1e-5 * size + 1e-7 * size.max() + 1e-30  # a band may cancel as a whole
-            np.testing.assert_array_less(off, allowed, err_msg=f"{key}, {what}")
+            assert_less(off, allowed, err_msg=f"{key}, {what}")
         else:
             atol = 3e-6 * value.max(initial=1e-3) if key == "momentum_scale" else 1e-37
-            np.testing.assert_allclose(
-                array(ours[key]), value, rtol=2e-6, atol=atol, err_msg=f"{key}, {what}"
-            )
+            assert_close(array(ours[key]), value, rtol=2e-6, atol=atol, err_msg=f"{key}, {what}")
 
 
 def compare_momentum(ours: dict[str, Tensor], expected: oracle.Snapshot, what: str) -> None:
@@ -130,7 +129,7 @@ def compare_momentum(ours: dict[str, Tensor], expected: oracle.Snapshot, what: s
         allowed = 0.5 * step_of_codes(ours) + noise
         codes = ours["momentum"].abs().amax()
         assert codes == 127 or np.abs(wanted).max() < 1e-6, what  # all eight bits in use
-    np.testing.assert_array_less(off, allowed + 1e-37, err_msg=f"momentum, {what}")
+    assert_less(off, allowed + 1e-37, err_msg=f"momentum, {what}")
 
 
 def compare_param(
@@ -147,7 +146,7 @@ def compare_param(
     )
     if by_sign and settings.momentum is not None:
         allowed += 2.0 * expected.step_size * (np.abs(expected.update) < 1e-5)
-    np.testing.assert_array_less(off, allowed, err_msg=f"parameter, {what}")
+    assert_less(off, allowed, err_msg=f"parameter, {what}")
 
 
 @pytest.mark.parametrize("scale", ["current", "initial"])
@@ -158,8 +157,8 @@ def compare_param(
 )
 def test_oracle(momentum: str, store: str, direction: str, scale: str) -> None:
     settings = settings_for(momentum, store, direction, scale)
-    for name, shape in (SHAPES | LONG_ROWS).items():
-        compare_steps(problem(shape), settings, f"{name} {shape}")
+    for name, shape in (SHAPES | LONG_ROWS).items():  # past the warm-up, and gradients of zeros
+        compare_steps(problem(shape, steps=8), settings, f"{name} {shape}")
 
 
 @pytest.mark.parametrize("name", BLOCKS)

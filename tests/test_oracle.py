@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oracle
+from arrays import assert_close
 from cases import (
     ADAFACTOR_VARIANTS,
     SHAPES,
@@ -47,7 +48,7 @@ def compare(
     for t, (ours, theirs) in enumerate(zip(history, expected, strict=True), start=1):
         assert set(ours) == {"param", *theirs.state}
         scale = max(1e-30, float(np.abs(theirs.param).max(initial=0.0)))
-        np.testing.assert_allclose(
+        assert_close(
             ours["param"].double().numpy(),
             theirs.param,
             rtol=rtol,
@@ -56,7 +57,7 @@ def compare(
         )
         for key, value in theirs.state.items():
             assert ours[key].dtype == torch.float32
-            np.testing.assert_allclose(
+            assert_close(
                 ours[key].double().numpy(), value, rtol=2e-6, atol=1e-37, err_msg=f"{key} at {t}"
             )
 

@@ -562,7 +562,7 @@ def data_parallel(settings: dict[str, Any], dtype: torch.dtype) -> dict[Any, str
     torch.manual_seed(rank)  # copies are rounded alike all the same
     optimizer = MaxFactor(net.parameters(), **settings)
     generator = torch.Generator().manual_seed(rank)
-    for _ in range(20):
+    for _ in range(8):
         optimizer.zero_grad()
         batch = torch.randn(4, 8, generator=generator).to(dtype)
         wrapped(batch).square().mean().backward()
@@ -575,7 +575,7 @@ def data_parallel(settings: dict[str, Any], dtype: torch.dtype) -> dict[Any, str
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_data_parallel(four: Ranks, dtype: torch.dtype) -> None:
-    """All bits of parameters and state, after twenty steps."""
+    """All bits of parameters and state, after eight steps."""
     for settings in [*SETTINGS.values(), ORTHOGONAL]:
         first, *others = four.run(data_parallel, settings, dtype)
         assert len(first) > 12

@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from forked import Command
 from maxfactor_speech.cli import app
 from maxfactor_speech.compare import comparison as comparing
 from maxfactor_speech.compare.comparison import compare
@@ -42,6 +43,7 @@ from maxfactor_speech.training import checkpoint
 from maxfactor_speech.training import settings as settings_module
 from maxfactor_speech.training.folder_lock import folder_lock
 from maxfactor_speech.training.loop import train
+from maxfactor_speech.training.metrics import read_metrics
 from maxfactor_speech.training.optimizers import default_lr, names
 from maxfactor_speech.training.progress import Pace
 from maxfactor_speech.training.settings import Settings, read_settings
@@ -310,8 +312,8 @@ def test_the_best_optimizer_has_the_best_mean(
     assert "all trainings diverged" in result.stderr
 
 
-def command(out: Path, cache: Path, *options: str) -> list[str]:
-    """A comparison as a process of its own."""
+def arguments(out: Path, cache: Path, *options: str) -> list[str]:
+    """Those of a small comparison."""
     small = [
         "--optimizers=quality",
         "--batch-size=2",
@@ -319,7 +321,7 @@ def command(out: Path, cache: Path, *options: str) -> list[str]:
         "--validation-utterances=2",
     ]
     where = [f"--out={out}", f"--cache={cache}", "--device=cpu"]
-    return [sys.executable, "-m", "maxfactor_speech", "compare", *small, *where, *options]
+    return ["compare", *small, *where, *options]
 
 
 def trains(folder: Path) -> bool:
@@ -329,6 +331,14 @@ def trains(folder: Path) -> bool:
             return False
     except InputError:
         return True
+
+
+def has_stepped(folder: Path) -> bool:
+    """Whether a training has reported a step."""
+    try:
+        return any(line["step"] > 0 for line in read_metrics(folder))
+    except (FileNotFoundError, json.JSONDecodeError):  # nothing yet, or half a line
+        return False
 
 
 def until(holds: Callable[[], bool], seconds: float = 120.0) -> bool:
@@ -354,20 +364,17 @@ def test_a_stopped_comparison_saves_and_ends_its_trainings(
     options = ["--steps=20000", "--evaluate-every=20000"]
     rate = f"{default_lr('quality'):g}"
     metrics = out / "runs" / f"quality-lr{rate}-steps20000-seed0" / "metrics.jsonl"
-    with subprocess.Popen(
-        command(out, tmp_path / "cache", *options),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # others run beside it
-    ) as started:  # fmt: skip
-        try:
-            assert until(lambda: metrics.exists() and metrics.stat().st_size > 0)
-            assert trains(metrics.parent)
-            (os.killpg if to_all else os.kill)(started.pid, number)
-            said, complained = started.communicate(timeout=60)
-            assert until(lambda: not trains(metrics.parent), 20.0)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(started.pid, signal.SIGKILL)  # whoever is left
+    started = Command(arguments(out, tmp_path / "cache", *options), tmp_path / "said")
+    try:
+        assert until(lambda: has_stepped(metrics.parent))
+        assert trains(metrics.parent)
+        (os.killpg if to_all else os.kill)(started.pid, number)
+        started.wait()
+        assert until(lambda: not trains(metrics.parent), 20.0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)  # whoever is left
+    said, complained = started.said()
     lines = said.splitlines()
     assert lines[0].startswith("synthesising speech: 10 utterances")
     assert f"training 1 of 1: quality, lr {rate}, seed 0, 20000 steps …" in lines

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import json
-import os
 import random
 import shlex
 import shutil
@@ -28,6 +27,7 @@ from transformers import WhisperForConditionalGeneration
 from typer.testing import CliRunner
 
 import maxfactor
+from forked import Command
 from maxfactor_speech import cli
 from maxfactor_speech.atomic import write_atomically
 from maxfactor_speech.cli import app
@@ -58,7 +58,6 @@ TINY = Settings(
     evaluate_every=2,
     spec_augment=True,
 )
-SOURCE = str(Path(maxfactor.__file__).parents[1])
 
 
 @pytest.fixture(scope="module")
@@ -141,20 +140,16 @@ def options(out: Path, cache: Path, steps: int, *more: str) -> list[str]:
     return chosen
 
 
-def start(out: Path, cache: Path, steps: int, *more: str) -> subprocess.Popen[str]:
+def start(out: Path, cache: Path, steps: int, *more: str) -> Command:
     """The training in a process of its own."""
-    command = [sys.executable, "-m", "maxfactor_speech", *options(out, cache, steps, *more)]
-    environment = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    return Command(options(out, cache, steps, *more), out.parent / "said")
 
 
-def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
+def wait_for_step(out: Path, step: int, process: Command) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise AssertionError(process.communicate()[0])
+        if not process.is_running():
+            raise AssertionError(process.said())
         if (out / METRICS).exists():
             seen = (out / METRICS).read_text().splitlines()
             if seen and json.loads(seen[-1])["step"] >= step:
@@ -168,9 +163,8 @@ def test_a_killed_training_resumes_to_the_same_weights(cache: Path, tmp_path: Pa
     process = start(killed, cache, 30)
     wait_for_step(killed, random.randrange(3, 20), process)
     time.sleep(random.uniform(0.0, 0.1))  # in the middle of a step, a decoding or a checkpoint
-    process.kill()
+    process.kill(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    process.communicate()
     for given in (options(killed, cache, 30, "--resume"), options(whole, cache, 30)):
         result = run(*given)  # in this process, which need not start
         assert result.exit_code == 0, result.output
@@ -186,9 +180,10 @@ def test_a_signal_saves_and_prints_how_to_continue(
     out = tmp_path / "my out"
     process = start(out, cache, 3000, "--tensorboard")
     wait_for_step(out, 3, process)
-    process.send_signal(number)
-    output, _ = process.communicate()
-    assert process.returncode == 130, output
+    process.kill(number)
+    status = process.wait()
+    output = "".join(process.said())
+    assert status == 130, output
     hint = output.splitlines()[-1].strip()
     asked = f"--resume --out '{out}' --cache {cache} --workers 1 --tensorboard"
     assert hint.endswith(f" -m maxfactor_speech train {asked}")
@@ -213,9 +208,9 @@ def test_a_folder_is_locked_until_its_training_ends(cache: Path, tmp_path: Path)
         assert str(out) in line
         assert "another process is training here" in line
         assert "another --out" in line
-    assert process.poll() is None  # and is not disturbed
-    process.kill()
-    process.communicate()
+    assert process.is_running()  # and is not disturbed
+    process.kill(signal.SIGKILL)
+    process.wait()
     with folder_lock(out):
         pass
 

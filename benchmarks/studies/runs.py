@@ -146,9 +146,21 @@ UNWRITTEN: Record = {
 
 
 def group_settings(run: Run) -> dict[str, Record]:
-    """The settings of a recipe by kind of layer."""
-    optimizer = recipe_optimizer(run, every_kind().to("meta"), on_cuda=False)
+    """The settings of a recipe by kind of layer, which seed, task and sizes do not change."""
+    decisive = Run(run.optimizer, lr=run.lr, settings=run.settings, by_kind=run.by_kind)
+    groups = _groups_of(json.dumps(decisive.described, sort_keys=True))
+    return {kind: dict(settings) for kind, settings in groups.items()}
+
+
+@functools.cache
+def _groups_of(described: str) -> dict[str, Record]:
+    optimizer = recipe_optimizer(Run(**json.loads(described)), _meta_model(), on_cuda=False)
     return {group["kind"]: _written(group) for group in optimizer.param_groups}
+
+
+@functools.cache
+def _meta_model() -> nn.Module:
+    return every_kind().to("meta")
 
 
 def _written(group: Record) -> Record:

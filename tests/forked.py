@@ -1,0 +1,81 @@
+"""Processes of the tests, forked from one that has imported the large packages already.
+
+To import torch and transformers takes longer than most of what the tests do with them. The server
+that is forked has imported no package of ours, and runs nothing before it forks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import runpy
+import signal
+import sys
+from multiprocessing.context import BaseContext
+from pathlib import Path
+
+import torch
+
+PRELOADED = [
+    "pytest",
+    "torch._dynamo",  # which comes with the first step of any optimizer
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "transformers.models.whisper.modeling_whisper",
+    "transformers.models.whisper.processing_whisper",
+    "triton",
+]
+
+
+def context() -> BaseContext:
+    """Where processes are started; what has a GPU cannot be forked."""
+    if torch.cuda.is_available() or "forkserver" not in mp.get_all_start_methods():
+        return mp.get_context("spawn")
+    server = mp.get_context("forkserver")
+    server.set_forkserver_preload(PRELOADED)
+    return server
+
+
+class Command:
+    """`python -m maxfactor_speech ARGUMENTS`, which heads a session of its own."""
+
+    def __init__(self, arguments: list[str], output: Path) -> None:
+        """Start it; what it says goes to files in the folder `output`."""
+        output.mkdir(parents=True, exist_ok=True)
+        self.files = [output / "stdout", output / "stderr"]
+        self.process = context().Process(target=_run, args=(arguments, self.files))  # type: ignore[attr-defined]
+        self.process.start()
+
+    @property
+    def pid(self) -> int:
+        """The process, and its session."""
+        return int(self.process.pid)
+
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        return bool(self.process.is_alive())
+
+    def kill(self, number: signal.Signals) -> None:
+        """Send a signal to the process alone."""
+        os.kill(self.pid, number)
+
+    def wait(self, seconds: float = 60.0) -> int:
+        """Wait for its end; return its exit status, or the signal that ended it, negated."""
+        self.process.join(seconds)
+        assert not self.is_running(), f"process {self.pid} goes on after {seconds} seconds"
+        return int(self.process.exitcode)
+
+    def said(self) -> tuple[str, str]:
+        """What it has written so far to stdout and to stderr."""
+        return self.files[0].read_text(), self.files[1].read_text()
+
+
+def _run(arguments: list[str], files: list[Path]) -> None:
+    if hasattr(os, "setsid"):
+        os.setsid()
+    for number, path in enumerate(files, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    os.environ["OMP_NUM_THREADS"] = "1"  # others run beside it
+    torch.set_num_threads(1)
+    sys.argv = ["maxfactor_speech", *arguments]
+    runpy.run_module("maxfactor_speech", run_name="__main__", alter_sys=True)
