@@ -7,9 +7,9 @@ JOBS ?= 2
 CORE := $(addprefix tests/test_,adafactor.py bad_input.py checkpoint.py defects.py description.py \
 	groups.py rounding.py rule.py schedule.py settings.py structure.py torch_contract.py)
 
-# What `make matrix` runs: the core, the equations, the backends and several processes.
+# What `make matrix` runs: the core, the equations, the torch form of the step, the rest of the library.
 MATRIX := $(CORE) $(addprefix tests/test_,oracle.py backends.py momentum.py momentum_backends.py \
-	momentum_state.py collectives.py memory.py release.py unfreezing.py)
+	momentum_state.py memory.py release.py unfreezing.py)
 
 # The oldest and the newest that are supported. Torch comes from TORCH_INDEX if it is given, such as
 # https://download.pytorch.org/whl/cpu, whose builds have no CUDA and are small.

@@ -100,7 +100,7 @@ def test_peers_are_exact(make: Callable[[], nn.Module], dtype: torch.dtype) -> N
         groups = for_model(model).param_groups
         hidden = {p for group in groups if group["kind"] == "hidden" for p in group["params"]}
         rest = [param for param in params if param not in hidden]
-        muon = state_bytes(torch.optim.Muon(hidden), torch.optim.AdamW(rest))
+        muon = state_bytes(torch.optim.Muon(list(hidden)), torch.optim.AdamW(rest))
         assert estimate_memory(model, "muon").state == muon
 
 

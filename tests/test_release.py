@@ -192,7 +192,7 @@ def test_equals_a_step_at_the_end_on_a_gpu(recipe: Any, fused: bool, dtype: torc
 def test_kernels_equal_a_step_at_the_end(
     recipe: Any, dtype: torch.dtype, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", "3.3")  # torch 2.6 has an older one
     monkeypatch.setattr("maxfactor.windows.WINDOW", 70)
     results = []
     for release in (False, True):
@@ -364,6 +364,7 @@ def test_unfrozen_layers_join() -> None:
     assert_equal(results[0], results[1])
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning")  # on Python 3.13.0
 def test_compiled_models() -> None:
     def make() -> nn.Module:
         torch._dynamo.reset()
