@@ -417,7 +417,8 @@ def rounding_errors(weight: Tensor, result: Tensor, expected: Expected) -> Tenso
 def may_overflow(param: Tensor, expected: Expected) -> bool:
     """Whether a step could leave the range of the parameter's dtype, or of squares in float32."""
     most = min(torch.finfo(param.dtype).max / 4, LARGEST_WEIGHT)
-    if expected.entry == float("inf"):
-        return param.dtype == torch.float16
     largest = float(param.abs().max()) if param.numel() else 0.0
-    return largest * max(1.0, abs(expected.keep)) + expected.entry > most
+    decayed = largest * max(1.0, abs(expected.keep))
+    if expected.entry == float("inf"):
+        return param.dtype == torch.float16 or decayed > most
+    return decayed + expected.entry > most

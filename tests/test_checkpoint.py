@@ -46,7 +46,9 @@ def test_resume_through_a_file_is_exact(cls: type[Any], dtype: torch.dtype) -> N
     three = cls(resumed.parameters(), lr=0.5)
     three.load_state_dict(checkpoint["optimizer"])
     for state in three.state.values():
-        assert all(value.dtype == torch.float32 for value in state.values())
+        kept = {key: value.dtype for key, value in state.items()}
+        assert kept.pop("step") == torch.int64
+        assert set(kept.values()) == {torch.float32}
     train(three, list(resumed.parameters()), range(4, 8))
 
     for a, b in zip(straight.parameters(), resumed.parameters(), strict=True):
@@ -83,7 +85,7 @@ def test_users_load_hooks_see_the_restored_state() -> None:
     optimizer = MaxFactor(model.parameters())
     train(optimizer, list(model.parameters()), range(2))
     saved = optimizer.state_dict()
-    seen: list[torch.dtype] = []
+    seen: set[tuple[bool, torch.dtype]] = set()
 
     def halve(_: object, loaded: dict[str, Any]) -> dict[str, Any]:
         state = {i: {k: v / 2 for k, v in s.items()} for i, s in loaded["state"].items()}
@@ -91,10 +93,12 @@ def test_users_load_hooks_see_the_restored_state() -> None:
 
     optimizer.register_load_state_dict_pre_hook(halve)
     optimizer.register_load_state_dict_post_hook(
-        lambda o: seen.extend(v.dtype for s in o.state.values() for v in s.values())
+        lambda o: seen.update(
+            (k == "step", v.dtype) for s in o.state.values() for k, v in s.items()
+        )
     )
     optimizer.load_state_dict(saved)
-    assert set(seen) == {torch.float32}
+    assert seen == {(True, torch.int64), (False, torch.float32)}
     assert [int(s["step"]) for s in optimizer.state.values()] == [1] * 4
 
 

@@ -56,7 +56,7 @@ def compare(
             err_msg=f"parameter at step {t}",
         )
         for key, value in theirs.state.items():
-            assert ours[key].dtype == torch.float32
+            assert ours[key].dtype == (torch.int64 if key == "step" else torch.float32)
             assert_close(
                 ours[key].double().numpy(), value, rtol=2e-6, atol=1e-37, err_msg=f"{key} at {t}"
             )
