@@ -33,7 +33,7 @@ check: lint  ## for daily work, 90 seconds: lint, types, contracts, a fast core 
 test: lint  ## everything: what CI runs
 	$(PYTEST)
 
-fuzz: install  ## the property tests with random seeds, for MINUTES=10 or until Ctrl-C
+fuzz: install  ## properties of the optimizer, audio, tables and folders with random seeds, for MINUTES=10 or until Ctrl-C
 	$(BIN)/python tests/fuzz.py --minutes $(MINUTES)
 
 soak: install  ## for a night: thousands of faults, and 20 000 steps on each backend

@@ -15,7 +15,12 @@ import sys
 import time
 from pathlib import Path
 
-TESTS = ("tests/test_properties.py", "tests/test_property_machines.py")
+TESTS = (
+    "tests/test_properties.py",
+    "tests/test_property_machines.py",
+    "tests/test_speech_fuzz.py",
+    "tests/test_speech_bad_folders.py",
+)
 ROOT = Path(__file__).resolve().parent.parent
 
 
