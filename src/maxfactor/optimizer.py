@@ -583,6 +583,12 @@ class FactoredOptimizer(Optimizer):
 
     def _saved_rules(self, index: int, saved: dict[str, Any]) -> GroupRules:
         """The rules of a checkpoint's group."""
+        lr = saved.get("lr")
+        if isinstance(lr, Tensor) and (lr.is_meta or lr.layout != torch.strided):
+            raise ValueError(
+                f"the settings in the checkpoint's group {index} are damaged: lr is on device "
+                f"{lr.device} with layout {lr.layout}, and must be dense, with a value"
+            )
         try:
             return self.settings_class.from_group({**self.defaults, **saved}).rules
         except (TypeError, ValueError) as error:
