@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import warnings
 from typing import Any
 
 import torch
@@ -39,7 +38,6 @@ def process_state() -> dict[str, Any]:
         "gradient mode": torch.is_grad_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
         "torch's process group": dist.is_available() and dist.is_initialized(),
-        "warnings as errors": ("error", None, Warning, None, 0) in warnings.filters,
     }
 
 

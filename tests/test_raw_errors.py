@@ -171,9 +171,3 @@ def test_for_model_refuses_an_expanded_parameter() -> None:
     own.weight = nn.Parameter(torch.ones(1, 3).expand(2, 3))
     with pytest.raises(ValueError, match=r"elements of parameter 'weight' \(2, 3\) share"):
         for_model(own)
-
-
-@pytest.mark.parametrize("lr", [torch.empty((), device="meta"), torch.tensor(0.1).to_sparse()])
-def test_an_lr_without_a_value(lr: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="lr as a tensor must be a dense tensor with a value"):
-        MaxFactor(nn.Linear(2, 2).parameters(), lr=lr)

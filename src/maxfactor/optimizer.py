@@ -584,6 +584,12 @@ class FactoredOptimizer(Optimizer):
 
     def _saved_rules(self, index: int, saved: dict[str, Any]) -> GroupRules:
         """The rules of a checkpoint's group."""
+        lr = saved.get("lr")
+        if isinstance(lr, Tensor) and (lr.is_meta or lr.layout != torch.strided):
+            raise ValueError(
+                f"the settings in the checkpoint's group {index} are damaged: lr is on device "
+                f"{lr.device} with layout {lr.layout}, and must be dense, with a value"
+            )
         try:
             rules = self.settings_class.from_group({**self.defaults, **saved}).rules
             _check_blocks(self.named_group(index), rules)

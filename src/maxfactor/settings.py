@@ -601,11 +601,6 @@ def check_lr(value: object) -> float | Tensor:
             "lr as a tensor must be a 0-dimensional floating-point tensor, "
             f"got shape {tuple(value.shape)} and {value.dtype}"
         )
-    if value.is_meta or value.layout != torch.strided:
-        raise ValueError(
-            "lr as a tensor must be a dense tensor with a value, got one on device "
-            f"{value.device} with layout {value.layout}"
-        )
     if value.device.type == "cpu":
         check_not_negative("lr", value.item())  # free on the CPU; elsewhere a host sync
     return value

@@ -56,8 +56,8 @@ def normalize(tables, partials, results, first_tile, shift, size, spec: tl.const
     for number in tl.range(0, span.pieces, num_stages=STAGES):
         piece = piece_of(span, number, m, n)
         y = load_tile(source, piece, spec.y_dtype, spec.aligned)
-        x = tl.where(skip, 0.0, y * factor)
-        store_tile(target, x, piece, spec.o_dtype, spec.aligned)
+        y = tl.where(skip, 0.0, y)  # nobody has written it then
+        store_tile(target, y * factor, piece, spec.o_dtype, spec.aligned)
 
 
 @triton.jit(do_not_specialize=["first_tile"])
