@@ -29,7 +29,7 @@ RULES: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "fam": (MaxFactor, {"momentum": FAM(), "momentum_dtype": "int8", "scale": "initial"}),
     "orthogonal": (
         MaxFactor,
-        {"direction": "orthogonal", "momentum": 0.95, "momentum_dtype": "int8"},
+        {"direction": "orthogonal", "momentum": 0.95, "momentum_dtype": "int8", "scale": "initial"},
     ),
     "adafactor": (Adafactor, {}),
 }

@@ -35,7 +35,7 @@ RULES: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "fam": (MaxFactor, {"momentum": FAM(), "momentum_dtype": "int8", "scale": "initial"}),
     "orthogonal": (
         MaxFactor,
-        {"direction": "orthogonal", "momentum": 0.95, "momentum_dtype": "int8"},
+        {"direction": "orthogonal", "momentum": 0.95, "momentum_dtype": "int8", "scale": "initial"},
     ),
     "adafactor": (Adafactor, {}),
 }
@@ -155,8 +155,8 @@ DRIFT_STEPS = {
     "capturable": 20_000,
     "fused": amount(2, 300) if DEVICE == "cpu" else 20_000,
 }
-# A code of int8 may round otherwise, and moves a weight by a 127th of a step.
-DRIFT = {"published": 3e-5, "adafactor": 3e-5, "fam": 3e-3, "orthogonal": 3e-3}
+# A code of int8 may round otherwise, which moves a weight by a 127th of a step.
+DRIFT = {"published": 1e-5, "adafactor": 1e-5, "fam": 3e-4, "orthogonal": 3e-4}
 
 
 @pytest.mark.parametrize("name", RULES)
