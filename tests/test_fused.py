@@ -321,10 +321,10 @@ def test_fused_says_why_it_cannot() -> None:
         optimizer.step()
     assert not optimizer.state
     elsewhere = torch.tensor(0.01, device="meta")
-    with pytest.raises(
-        ValueError, match="must be a dense tensor with a value, got one on device meta"
-    ):
-        MaxFactor([param], lr=elsewhere, fused=True)
+    optimizer = MaxFactor([param], lr=elsewhere, fused=True)
+    with pytest.raises(RuntimeError, match=r"lr is a tensor of torch.float32 on meta; make it"):
+        optimizer.step()
+    assert not optimizer.state
     with pytest.raises(ValueError, match="exclude each other"):
         MaxFactor([param], fused=True, foreach=True)
     with pytest.raises(ValueError, match="fused is one for the whole optimizer"):
