@@ -37,7 +37,7 @@ fuzz: install  ## properties of the optimizer, audio, tables and folders with ra
 	$(BIN)/python tests/fuzz.py --minutes $(MINUTES)
 
 soak: install  ## for a night: thousands of faults, and 20 000 steps on each backend
-	MAXFACTOR_SOAK=1 $(PYTEST) --timeout 7200 tests/test_faults.py tests/test_long_runs.py tests/test_speech_faults.py
+	MAXFACTOR_SOAK=1 $(PYTEST) --timeout 7200 tests/test_compiled_kernels.py tests/test_faults.py tests/test_long_runs.py tests/test_speech_faults.py
 
 matrix: oldest newest  ## the core of the tests with the oldest and the newest Python and torch
 

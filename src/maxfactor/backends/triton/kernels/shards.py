@@ -142,5 +142,6 @@ def add_updates(tables, partials, totals, squares):
 @triton.jit
 def add_squares(place, parts, first, count):
     """Add up `count` sums of squares from `first` on, each of their parts."""
-    for part in tl.static_range(SQUARE.COUNT):
-        tl.store(place + part, sum_of(parts + part, first, count, SQUARE.COUNT))
+    width: tl.constexpr = SQUARE.COUNT
+    for part in tl.static_range(width):
+        tl.store(place + part, sum_of(parts + part, first, count, width))

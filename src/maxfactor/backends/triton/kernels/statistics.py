@@ -158,8 +158,8 @@ def statistics(
                 infinite = tl.where(tl.abs(g) < float("inf"), OVERFLOWS, NOT_FINITE)
                 mark = tl.maximum(mark, tl.max(tl.max(infinite, axis=1), axis=0))
             tl.store(results.counters + COUNTER.SEEN, 1)
-            place = results.nonfinite + tl.load(entry + COLUMN.OWNER)
-            tl.atomic_max(place, mark, sem="relaxed")
+            owner = tl.load(entry + COLUMN.OWNER)
+            tl.atomic_max(results.nonfinite + owner, mark, sem="relaxed")
 
 
 @triton.jit
