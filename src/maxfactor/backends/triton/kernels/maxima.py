@@ -116,14 +116,10 @@ def maxima(
         total *= inverse_root(r) * inverse_root(r) * inverse_scale * inverse_scale
     else:
         for first in range(0, n.to(tl.int32), WIDTH):
-            cols = first + tl.arange(0, WIDTH)
-            piece = Piece(rows, cols, m, n)
+            piece = Piece(rows, first + tl.arange(0, WIDTH), m, n)
             g = load_tile(pointer, piece, spec.g_dtype, spec.aligned) * inverse_scale
-            c = tl.load(col_pointer + cols, mask=cols < col_end, other=1.0)
-            v = r[:, None] * c[None, :]
-            if dense:
-                v = dense_variance(entry, setting, t, g, piece, spec.aligned)
-            u = tl.abs(g) * root_of_piece(r, c, v, floor)
+            c = tl.load(col_pointer + piece.cols, mask=piece.cols < col_end, other=1.0)
+            u = tl.abs(g) * roots_of(g, r, c, piece, entry, setting, t, floor, dense, spec)
             by_row = tl.maximum(by_row, tl.max(u, axis=1))
             if spec.general:
                 total += tl.sum(u * u, axis=1)
@@ -139,14 +135,11 @@ def maxima(
             unit = power_of_two(tl.max(by_row, axis=0))
             again = tl.zeros([ROWS], tl.float32)
             for first in range(0, n.to(tl.int32), WIDTH):
-                cols = first + tl.arange(0, WIDTH)
-                piece = Piece(rows, cols, m, n)
+                piece = Piece(rows, first + tl.arange(0, WIDTH), m, n)
                 g = load_tile(pointer, piece, spec.g_dtype, spec.aligned) * inverse_scale
-                c = tl.load(col_pointer + cols, mask=cols < col_end, other=1.0)
-                v = r[:, None] * c[None, :]
-                if dense:
-                    v = dense_variance(entry, setting, t, g, piece, spec.aligned)
-                u = g * root_of_piece(r, c, v, floor) * inverse_of(unit)
+                c = tl.load(col_pointer + piece.cols, mask=piece.cols < col_end, other=1.0)
+                u = g * roots_of(g, r, c, piece, entry, setting, t, floor, dense, spec)
+                u *= inverse_of(unit)
                 again += tl.sum(u * u, axis=1)
             store_scaled(place, tl.sum(again, axis=0), unit)
         else:
@@ -154,8 +147,11 @@ def maxima(
 
 
 @triton.jit
-def root_of_piece(r, c, v, floor):
-    """1 / sqrt(V) of a piece, from v = r c, or from a full variance; r c may have overflown."""
+def roots_of(g, r, c, piece, entry, setting, t, floor, dense, spec: tl.constexpr):
+    """1 / sqrt(V) of a piece, V = r c or a full variance; r c may have overflown."""
+    v = r[:, None] * c[None, :]
+    if dense:
+        v = dense_variance(entry, setting, t, g, piece, spec.aligned)
     roots = inverse_root(r)[:, None] * inverse_root(c)[None, :]
     return tl.where(v < float("inf"), tl.rsqrt(tl.maximum(v, floor)), roots)
 
