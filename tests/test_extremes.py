@@ -161,6 +161,33 @@ def test_a_finite_gradient_is_never_called_infinite(cls: type[Any], fused: bool)
     assert (param < 1.0).all()
 
 
+def test_an_earlier_skipped_step_is_not_blamed() -> None:
+    good, bad = (torch.nn.Parameter(torch.ones(3, 2)) for _ in range(2))
+    optimizer = MaxFactor([("a", good), ("b", bad)], fused=True, nonfinite="raise")
+    good.grad, bad.grad = torch.full((3, 2), np.nan), torch.ones(3, 2)
+    with pytest.raises(FloatingPointError, match="'a'"):
+        optimizer.step()
+    good.grad, bad.grad = torch.ones(3, 2), torch.full((3, 2), 1e20)
+    with pytest.raises(FloatingPointError, match=r"of 'b' is finite, but so large"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (5,)])
+def test_a_tiny_tensor_is_measured_beside_others(shape: tuple[int, ...]) -> None:
+    """Tensors of one shape are stepped together."""
+    moved = []
+    for others in (0, 2):
+        params = [torch.nn.Parameter(torch.full(shape, 1e-28))]
+        params += [torch.nn.Parameter(torch.full(shape, float(i))) for i in range(others)]
+        optimizer = MaxFactor(params, eps=(1e-10, 1e-30), fused=False)
+        for param in params:
+            param.grad = torch.ones(shape)
+        optimizer.step()
+        moved.append(params[0].detach() - 1e-28)
+    assert moved[0].abs().min() > 1e-31
+    torch.testing.assert_close(moved[0], moved[1], rtol=1e-5, atol=0.0)
+
+
 def test_too_many_gradients_that_overflow() -> None:
     param = torch.nn.Parameter(torch.ones(5, 4))
     optimizer = MaxFactor([("weight", param)])

@@ -62,6 +62,28 @@ def test_a_schedule_follows_a_removed_group() -> None:
     assert schedule.get_last_lr() == [0.5]
 
 
+def test_a_schedule_follows_a_replaced_group() -> None:
+    first, second, third = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    optimizer = MaxFactor([{"params": [first], "lr": 1e-2}, {"params": [second], "lr": 1e-3}])
+    schedule = AdaptiveSchedule(optimizer, warmup_steps=0, total_steps=10)
+    del optimizer.param_groups[0]
+    optimizer.add_param_group({"params": [third], "lr": 5e-2})
+    assert schedule.get_lr() == [1e-3, 5e-2]
+
+
+def test_settings_follow_a_removed_group() -> None:
+    """Group 1 becomes group 0, whose momentum was no number."""
+    first, second = (torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2))
+    groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "momentum": 0.9}]
+    optimizer = MaxFactor(groups)
+    for _ in range(2):
+        for param in (first, second):
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        del optimizer.param_groups[:-1]
+    assert int(optimizer.state[second]["step"]) == 2
+
+
 def test_released_gradients_follow_a_removed_group() -> None:
     own, other = model(), model()
     optimizer, plain = in_two_groups(own), in_two_groups(other)

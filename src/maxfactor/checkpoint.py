@@ -254,7 +254,7 @@ def _check_range(part: Part, low: float, high: float) -> None:
     bad = low if not bounds.low <= low else high
     raise ValueError(
         f"the checkpoint's {part.what} holds {bad:g}, but it can only hold {bounds}; the "
-        "checkpoint is damaged: load an earlier one"
+        "checkpoint is damaged, or of a training with nonfinite='ignore': load an earlier one"
     )
 
 

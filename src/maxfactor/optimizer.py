@@ -52,6 +52,7 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class CheckedGroup(NamedTuple):
     """The checked settings of a group, and the raw values they come from."""
 
+    group: dict[str, Any]
     values: dict[str, object]
     settings: Settings
     began_with_number: bool  # whether its momentum was a number at the first check
@@ -297,6 +298,8 @@ class FactoredOptimizer(Optimizer):
         values = {name: group.get(name) for name in self.settings_class.names()}
         values["lr"] = group["lr"] is None
         known = self._checked.get(index)
+        if known and known.group is not group:  # a group before it was removed
+            known = None
         if known and known.values == values:
             return known.settings
         has_number = isinstance(group.get("momentum"), Real)
@@ -311,7 +314,7 @@ class FactoredOptimizer(Optimizer):
         # Copies, to notice a change inside a dict.
         kept = {k: as_setting(v) if isinstance(v, Mapping) else v for k, v in values.items()}
         began = known.began_with_number if known else has_number
-        self._checked[index] = CheckedGroup(kept, settings, began)
+        self._checked[index] = CheckedGroup(group, kept, settings, began)
         return settings
 
     def _inputs(self, groups: Sequence[GroupStep], members: Sequence[Member]) -> list[StepInput]:

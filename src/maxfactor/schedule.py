@@ -92,12 +92,10 @@ class AdaptiveSchedule(LRScheduler):
 
     def _follow_groups(self) -> None:
         """Forget groups that were removed; add new ones, whose own `lr` is the base rate."""
-        if len(self.base_lrs) > len(self.optimizer.param_groups):
-            self.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups[len(self.base_lrs) :]:
+        for group in self.optimizer.param_groups:
             lr = group["lr"]
             group.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr)
-            self.base_lrs.append(group["initial_lr"])
+        self.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
 
     def _bases(self) -> list[float | Tensor]:
         bases: list[Any] = self.base_lrs

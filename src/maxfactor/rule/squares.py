@@ -90,6 +90,24 @@ def is_usual(norms: Tensor) -> bool:
     return not (largest < LOW or largest > HIGH)
 
 
+def are_usual(norms: Tensor, tensors: Tensor) -> bool:
+    """Whether the norm of each tensor of a batch is usual, or 0 because the tensor is.
+
+    Reads values, which is free on the CPU.
+
+    Args:
+        norms: Of each tensor, (k,), or of all together, ().
+        tensors: (k, m, n).
+    """
+    if not is_usual(norms):
+        return False
+    is_zero, is_low = norms == 0, norms < LOW
+    if not is_low.any():
+        return True
+    vanished = tensors[is_zero] if norms.dim() else tensors[is_zero.expand(len(tensors))]
+    return bool((is_zero == is_low).all() and not vanished.any())
+
+
 def root_of(parts: Tensor) -> Root:
     """The root of a sum from its parts, (...), from (..., 3)."""
     usual, large, small = parts.unbind(-1)

@@ -200,7 +200,7 @@ class Batch:
             # Row by row first: one long float32 sum would lose digits and run on one thread.
             by_row: Tensor = vector_norm(weights, dim=-1, keepdim=True, dtype=wide)
             norm: Tensor = vector_norm(by_row, dim=self.tensor_dims)
-            if not self.may_read or squares.is_usual(norm):
+            if not self.may_read or squares.are_usual(norm, weights):
                 return squares.usual_parts(norm.square().to(torch.float32)).reshape(shape)
         parts = self._new_parts()
         for rows in self._row_blocks():

@@ -153,6 +153,7 @@ class FusedStep:
         capturing = is_capturing(self._device)
         if not capturing:  # a capture may not ask whether an event has passed
             self.status.raise_if_given_up()
+        self.status.nonfinite_marks.zero_()  # a skipped step leaves its own
         self._group_tables.update_rates(groups)
         orthogonal = self._orthogonal.allocate(len(self.owners))
         gathered = self._inputs.gather(seen or self._inputs.look(), orthogonal)
