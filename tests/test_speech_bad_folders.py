@@ -73,6 +73,7 @@ ABSURD: list[tuple[str, str, Any, str]] = [
     (CONFIG, "pad_token_id", 10**6, "cannot be read as a Whisper model"),
     (CONFIG, "model_type", ["whisper"], r"a model of type \['whisper'\]"),
     (CONFIG, "attn_implementation", "someone/kernel", "names code of others"),
+    (CONFIG, "attn_implementation", {"": "someone/kernel"}, "names code of others"),
     (GENERATION, "num_beams", 10**6, "num_beams must be at most 100"),
     (GENERATION, "max_length", 1.5, "max_length must be a whole number"),
     (GENERATION, "suppress_tokens", [10**6], "suppress_tokens has the token 1000000"),

@@ -316,7 +316,9 @@ def test_damaged_checkpoints_are_refused(begun: Path, tmp_path: Path) -> None:
                 resume(out)
             message = str(caught.value)
             assert str(last) in message
-            assert message.endswith(f"delete {last} to resume from the checkpoint before it")
+            assert message.endswith(
+                f"delete {last} to resume from a checkpoint before it, if there is one"
+            )
             assert "\n" not in message
             refused += 1
         path.write_bytes(before[path])
@@ -381,6 +383,19 @@ def numpy_of(state: dict[str, torch.Tensor]) -> dict[str, Any]:
 def asdict_of(config: Any) -> dict[str, Any]:
     found: dict[str, Any] = config.to_dict()
     return {name: value for name, value in found.items() if name != "_name_or_path"}
+
+
+def test_a_list_of_checksums_that_is_not_ours(begun: Path, tmp_path: Path) -> None:
+    source = checkpoint.checkpoints(begun)[-1]
+    folder = copy_of(source, tmp_path / "model")
+    (folder / checksums.CHECKSUMS).write_text('{"model.safetensors": "abc"}')
+    assert not checksums.check_model(folder)  # someone else's file of that name
+    with pytest.raises(InputError, match="begin a new training with --model"):
+        checksums.check_checkpoint(folder)
+    for name in ("/dev/zero", "../other", "a/../../other"):
+        (folder / checksums.CHECKSUMS).write_text(json.dumps({"sha256": {name: "abc"}}))
+        with pytest.raises(InputError, match="is damaged"):
+            checksums.check_checkpoint(folder)
 
 
 def test_an_edited_text_is_remarked_and_used(begun: Path, tmp_path: Path) -> None:

@@ -229,6 +229,7 @@ def _header(path: Path, file: Any) -> Header:
 
 def _check_size(path: Path, file: Any) -> None:
     """Raise InputError for a file that would take too much memory as a whole."""
+    _header(path, file)
     seconds = file.frames / file.samplerate
     if seconds > LONGEST_FILE or file.frames * file.channels > MOST_DECODED:
         raise InputError(

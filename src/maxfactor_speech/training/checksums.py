@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from maxfactor_speech.atomic import sync_folder
@@ -43,10 +44,13 @@ def write_checksums(folder: Path) -> None:
 
 def check_checkpoint(folder: Path) -> None:
     """Raise InputError if a checkpoint is not what was written, whichever file it is."""
-    remedy = f"delete {folder} to resume from the checkpoint before it"
+    remedy = f"delete {folder} to resume from a checkpoint before it, if there is one"
     sums = _listed(folder, remedy)
     if sums is None:
-        raise InputError(f"{folder / CHECKSUMS}: no such file, so damage cannot be found; {remedy}")
+        raise InputError(
+            f"{folder / CHECKSUMS}: no such file, so damage cannot be found; begin a new training "
+            f"with --model {folder}"
+        )
     for name in _changed(folder, sums, sums):
         raise _damaged(folder / name, remedy)
 
@@ -67,12 +71,17 @@ def check_model(folder: Path) -> list[str]:
 
 
 def _listed(folder: Path, remedy: str) -> dict[str, str] | None:
-    """Return the checksums by the names of files; None if there is no list of them."""
+    """Return the checksums by the names of files; None if there is no list of ours."""
     path = folder / CHECKSUMS
     try:
-        sums = json.loads(path.read_bytes())[ALGORITHM]
+        found = json.loads(path.read_bytes())
+        if not isinstance(found, dict) or ALGORITHM not in found:
+            return None
+        sums = found[ALGORITHM]
         if not isinstance(sums, dict):
             raise TypeError(f"{ALGORITHM} must be a dict, got {type(sums).__name__}")
+        if outside := [name for name in sums if _is_outside(name)]:
+            raise ValueError(f"{outside[0]} is not in the folder")
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -80,6 +89,11 @@ def _listed(folder: Path, remedy: str) -> dict[str, str] | None:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{path}: is damaged; {remedy}") from error
     return sums
+
+
+def _is_outside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return path.is_absolute() or ".." in path.parts
 
 
 def _changed(folder: Path, sums: dict[str, str], names: Iterable[str]) -> Iterable[str]:
@@ -111,6 +125,8 @@ def _checksum(path: Path) -> str | None:
     """Return the SHA-256 of a file; None if it is not there."""
     digest = hashlib.new(ALGORITHM)
     try:
+        if not path.is_file():  # a device or pipe might never end
+            return None
         with path.open("rb") as file:
             while chunk := file.read(CHUNK):
                 digest.update(chunk)

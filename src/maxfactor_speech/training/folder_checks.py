@@ -65,7 +65,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_json(folder / CONFIG)
     for name, value in _entries(config):
         _check_number(folder / CONFIG, name, value)
-        if name.endswith("implementation") and "/" in str(value):
+    for name, value in _implementations(config):
+        if "/" in json.dumps(value):  # it may be a name, or names by the parts of the model
             raise InputError(
                 f"{folder / CONFIG}: {name} names code of others, {value!r}, which is not run; "
                 "delete the entry"
@@ -76,6 +77,16 @@ def read_config(folder: Path) -> dict[str, Any]:
             "which the adapters are merged"
         )
     return config
+
+
+def _implementations(config: Any) -> Iterator[tuple[str, Any]]:
+    """Entries such as "attn_implementation", at any depth, with all that they hold."""
+    inner = config if isinstance(config, list) else []
+    if isinstance(config, dict):
+        yield from ((name, own) for name, own in config.items() if name.endswith("implementation"))
+        inner = list(config.values())
+    for value in inner:
+        yield from _implementations(value)
 
 
 def check_extractor(path: Path) -> None:

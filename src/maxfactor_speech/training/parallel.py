@@ -32,7 +32,9 @@ SHARDINGS = ("ddp", "fsdp", "hsdp")
 TIMEOUT = timedelta(hours=1)  # the others wait while the first process synthesises speech
 
 # How gloo says that a connection is gone; torch has no class for it.
-LOST = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|[Tt]imed out")
+LOST = re.compile(
+    r"closed by peer|reset by peer|Broken pipe|Connection refused|Timed out waiting \d+ms"
+)
 
 T = TypeVar("T")
 
