@@ -15,15 +15,12 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported
-
 import torch
 import torch.distributed as dist
 import triton  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton._C.libtriton import ir  # type: ignore[import-untyped]
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from triton.compiler.compiler import make_backend  # type: ignore[import-untyped]
@@ -131,6 +128,8 @@ def compile_recipes() -> None:
 
 def compile_shards() -> None:
     """A step of one rank's shards; the other rank is not there, and nobody waits for it."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
 
@@ -167,6 +166,8 @@ def main() -> None:
     parser.add_argument("capability", type=int, help="such as 90")
     parser.add_argument("--check", action="store_true", help="check types and shapes alone")
     options = parser.parse_args()
+    if "TRITON_INTERPRET" in os.environ:
+        parser.error("TRITON_INTERPRET is set; nothing is compiled for the interpreter")
     capability = options.capability
     compile_only(capability, check=options.check)
     compile_recipes()

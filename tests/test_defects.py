@@ -170,7 +170,7 @@ def test_7_only_the_step_counter_is_read(version: str, shape: tuple[int, ...]) -
     param.grad = case.grads[2]
     with CountReads() as counter:  # type: ignore[no-untyped-call]
         optimizer.step()
-    assert counter.reads == 5
+    assert counter.reads == 6
 
 
 class ForbidGradWrites(TorchFunctionMode):
