@@ -106,6 +106,15 @@ def test_a_group_that_comes_later(lr: float | torch.Tensor) -> None:
     assert [float(x) for x in again.get_last_lr()] == pytest.approx([0.2 * factor, 0.5 * factor])
 
 
+def test_base_rates_of_a_loaded_schedule_count() -> None:
+    """As in torch's own schedules; a group that comes later has its own."""
+    _, optimizer, schedule = make(lr=0.2, warmup_steps=0)
+    schedule.load_state_dict({**schedule.state_dict(), "base_lrs": [0.05]})
+    assert schedule.get_lr() == [0.05]
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "lr": 0.5})
+    assert schedule.get_lr() == [0.05, 0.5]
+
+
 @pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)])
 def test_resume_in_the_middle_gives_the_same_curve(lr: float | torch.Tensor) -> None:
     settings: dict[str, Any] = {"warmup_steps": 5, "total_steps": 20, "decay_factor": 0.2}

@@ -92,10 +92,19 @@ class AdaptiveSchedule(LRScheduler):
 
     def _follow_groups(self) -> None:
         """Forget groups that were removed; add new ones, whose own `lr` is the base rate."""
-        for group in self.optimizer.param_groups:
+        groups = self.optimizer.param_groups
+        known = [group["initial_lr"] for group in groups if "initial_lr" in group]
+        if len(known) == len(groups) == len(self.base_lrs):
+            return
+        if len(known) == len(self.base_lrs):  # none was removed, and base_lrs may be a user's own
+            known = self.base_lrs
+        bases = iter(known)
+        self.base_lrs = []
+        for group in groups:
             lr = group["lr"]
+            is_new = "initial_lr" not in group
             group.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr)
-        self.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
+            self.base_lrs.append(group["initial_lr"] if is_new else next(bases))
 
     def _bases(self) -> list[float | Tensor]:
         bases: list[Any] = self.base_lrs
