@@ -99,10 +99,9 @@ def are_usual(norms: Tensor, tensors: Tensor) -> bool:
         norms: Of each tensor, (k,), or of all together, ().
         tensors: (k, m, n).
     """
-    low, high = (end.item() for end in torch.aminmax(norms))  # asked for only on the CPU
-    if high < LOW or high > HIGH:
+    if not is_usual(norms):
         return False
-    if not low < LOW:  # NaN is usual
+    if not norms.amin().item() < LOW:  # asked for only on the CPU; NaN is usual
         return True
     is_zero, is_low = norms == 0, norms < LOW
     vanished = tensors[is_zero] if norms.dim() else tensors[is_zero.expand(len(tensors))]
