@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from maxfactor import FAM, Adafactor, MaxFactor, release_gradients
-from soak import amount
+from maxfactor import MaxFactor, release_gradients
+from soak import RULES, amount
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,15 +24,6 @@ BAD = (math.nan, math.inf, -math.inf)
 Shapes = tuple[tuple[int, ...], ...]
 SHAPES: Shapes = ((5, 12), (9,))
 MANY: Shapes = ((4, 6),)  # of the run with most steps
-RULES: dict[str, tuple[type[Any], dict[str, Any]]] = {
-    "published": (MaxFactor, {}),
-    "fam": (MaxFactor, {"momentum": FAM(), "momentum_dtype": "int8", "scale": "initial"}),
-    "orthogonal": (
-        MaxFactor,
-        {"direction": "orthogonal", "momentum": 0.95, "momentum_dtype": "int8", "scale": "initial"},
-    ),
-    "adafactor": (Adafactor, {}),
-}
 STEPS = {
     "published": amount(10_000, 100_000),
     "fam": amount(150, 20_000),

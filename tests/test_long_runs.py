@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from maxfactor import FAM, Adafactor, MaxFactor, rule
+from maxfactor import Adafactor, MaxFactor, rule
 from maxfactor.rule.rounding import noise_key
-from soak import amount
+from soak import RULES, amount
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,15 +30,6 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
 }
 SHAPES = ((6, 20), (9,), (2, 3, 4))
-RULES: dict[str, tuple[type[Any], dict[str, Any]]] = {
-    "published": (MaxFactor, {}),
-    "fam": (MaxFactor, {"momentum": FAM(), "momentum_dtype": "int8", "scale": "initial"}),
-    "orthogonal": (
-        MaxFactor,
-        {"direction": "orthogonal", "momentum": 0.95, "momentum_dtype": "int8", "scale": "initial"},
-    ),
-    "adafactor": (Adafactor, {}),
-}
 
 
 def run_of(backend: str, device: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
