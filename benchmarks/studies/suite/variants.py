@@ -38,9 +38,15 @@ def relative(weight_decay: float, **switches: Any) -> dict[str, Any]:
     }
 
 
-EPS2 = {"eps": [1e-10, 0.03]}  # vectors that begin at zero move as if their size were .03
-LARGE_EPS2 = {"eps": [1e-10, 0.1]}
-UNCAPPED = {"decay_by": "relative_step", "step_rule": "uncapped"}
+def floor(size: float, **more: Any) -> dict[str, Any]:
+    """Smaller weights move as if their size were this."""
+    return {"eps": [1e-10, size], **more}
+
+
+def floors(size: float, vectors: float, **vector: Any) -> dict[str, dict[str, Any]]:
+    """Least sizes of everything but hidden matrices."""
+    kinds = {kind: floor(size) for kind in ("conv", "embedding", "head")}
+    return {**kinds, "vector": floor(vectors, **vector)}
 
 
 def changed(
@@ -60,41 +66,30 @@ def own_rate(recipe: str) -> float:
 
 # The most promising first: time may be over before the last.
 VARIANTS: dict[str, Variant] = {
-    "quality": Variant("quality", (0.02, 0.04, 0.08)),
-    "fast": Variant("fast", (0.04, 0.08, 0.16)),
-    "lean": Variant("lean", (0.014, 0.028, 0.056)),
-    "quality embeddings 3": changed("quality", embedding={"lr_share": 3.0}),
-    "quality vectors 1 .03": changed("quality", vector={**EPS2, "lr_share": 1.0}),
-    "quality embeddings 3, vectors 1 .03": changed(
-        "quality", embedding={"lr_share": 3.0}, vector={**EPS2, "lr_share": 1.0}
+    "quality": Variant("quality", (0.04,)),
+    "fast": Variant("fast", (0.08,)),
+    "lean": Variant("lean", (0.028,)),
+    "quality floors .1": changed("quality", **floors(0.1, 0.4)),
+    "fast floors .1": changed("fast", **floors(0.1, 0.2)),
+    "lean floors .1": changed("lean", **floors(0.1, 0.1)),
+    "quality floors .2": changed("quality", **floors(0.2, 0.4)),
+    "fast floors .2": changed("fast", **floors(0.2, 0.4)),
+    "quality vectors .4": changed("quality", vector=floor(0.4)),
+    "fast vectors .2": changed("fast", vector=floor(0.2)),
+    "quality vectors 1 .1": changed("quality", vector=floor(0.1, lr_share=1.0)),
+    "quality embeddings .1": changed("quality", embedding=floor(0.1)),
+    "quality conv .1": changed("quality", conv=floor(0.1)),
+    "quality floors .1, beta .95": changed(
+        "quality", **floors(0.1, 0.4), hidden={"momentum": 0.95}
     ),
-    "quality embeddings 6, vectors 1 .1": changed(
-        "quality", embedding={"lr_share": 6.0}, vector={**LARGE_EPS2, "lr_share": 1.0}
-    ),
+    "lean vectors .1": changed("lean", vector=floor(0.1)),
+    "quality floors .1, wd 0": changed("quality", relative(0.0), **floors(0.1, 0.4)),
+    "quality floors .1, wd .1": changed("quality", relative(0.1), **floors(0.1, 0.4)),
     # Attention matrices in blocks; of 6 heads, groups of 4 are groups of 3.
     "quality heads one by one": changed("quality", {"heads_per_block": 1}),
     "quality groups of 4 heads": changed("quality", {"heads_per_block": 4}),
-    "quality wd 0": changed("quality", relative(0.0), FAMILIES),
-    "quality wd .1": changed("quality", relative(0.1), FAMILIES),
-    "quality vectors 1": changed("quality", vector={"lr_share": 1.0}),
-    "quality beta .95": changed("quality", hidden={"momentum": 0.95}),
-    "quality conv 2": changed("quality", conv={"lr_share": 2.0}),
-    "quality uncapped": changed("quality", {"switches": UNCAPPED}),
-    "quality adapters FAM": changed(
-        "quality",
-        families=("lora",),
-        adapter={"direction": "factored", "momentum": {"beta_max": 0.92}, "nesterov": False},
-    ),
-    "fast embeddings 1.5": changed("fast", embedding={"lr_share": 1.5}),
-    "fast vectors 1 .03": changed("fast", vector={**EPS2, "lr_share": 1.0}),
-    "fast embeddings 3, vectors 1 .1": changed(
-        "fast", embedding={"lr_share": 3.0}, vector={**LARGE_EPS2, "lr_share": 1.0}
-    ),
-    "fast wd .03": changed("fast", relative(0.03), FAMILIES),
-    "fast wd 0": changed("fast", relative(0.0), FAMILIES),
     "fast beta .92": changed("fast", {"momentum": {"beta_max": 0.92}}, FAMILIES),
-    "fast mix .16": changed("fast", {"momentum": {"beta_max": 0.84, "mix": 0.16}}, FAMILIES),
-    "fast uncapped": changed("fast", {"switches": UNCAPPED}),
+    "fast wd .03": changed("fast", relative(0.03), FAMILIES),
 }
 
 
