@@ -117,7 +117,8 @@ def root_of(parts: Tensor) -> Root:
     total = usual + small / UNIT / UNIT
     total = torch.where(is_small, small, total)
     total = torch.where(is_large, large + usual / UNIT / UNIT, total)
-    unit = torch.where(is_small & (small > 0), 1.0 / UNIT, 1.0)
+    # Of two numbers `where` would make a tensor of torch's default dtype.
+    unit = torch.where(is_small & (small > 0), torch.full_like(usual, 1.0 / UNIT), 1.0)
     return Root(total.sqrt(), torch.where(is_large, UNIT, unit))
 
 
