@@ -385,7 +385,7 @@ def test_launches(
 @needs_gpu
 @pytest.mark.parametrize("cls", [MaxFactor, Adafactor])
 def test_no_wait_and_few_launches(cls: type[Any]) -> None:
-    """No host sync, at most eight launches, however many tensors there are."""
+    """No host sync, at most nine launches, however many tensors there are."""
     counts = []
     for copies in (1, 20):
         shapes = [(64, 128), (300,), (16, 3, 5), (1,)] * copies
@@ -404,7 +404,7 @@ def test_no_wait_and_few_launches(cls: type[Any]) -> None:
             torch.cuda.synchronize()
         on_device = [e for e in profile.key_averages() if e.self_device_time_total > 0]
         counts.append(sum(e.count for e in on_device if "Mem" not in e.key))
-    assert counts[0] == counts[1] <= 8
+    assert counts[0] == counts[1] <= 9
 
 
 @needs_gpu

@@ -1,6 +1,6 @@
 """Long runs: counters stay exact, backends stay together, nothing grows.
 
-`make soak` takes 20 000 steps on each backend, and so does a GPU.
+`make soak` takes 20 000 steps on each backend; in the interpreter 300.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS: dict[str, dict[str, Any]] = {
     "plain": {"foreach": False},
     "foreach": {"foreach": True},
-    "capturable": {"capturable": True, "fused": False},
+    "capturable": {"capturable": True, "fused": False, "nonfinite": "ignore"},
     "fused": {"fused": True},
 }
 SHAPES = ((6, 20), (9,), (2, 3, 4))
@@ -36,8 +36,6 @@ def run_of(backend: str, device: str, dtype: torch.dtype = torch.float32, **opti
     """An optimizer on a backend; its parameters are `params`."""
     if backend == "fused":
         pytest.importorskip("triton")
-    if backend == "capturable" and DEVICE == "cpu":
-        pytest.skip("counters are on the device only if there is one")
     draws = torch.Generator().manual_seed(0)
     weights = [torch.randn(shape, generator=draws).to(dtype) for shape in SHAPES]
     params = [nn.Parameter(weight.to(device)) for weight in weights]
@@ -121,10 +119,9 @@ def test_a_counter_of_an_earlier_version_is_taken_over() -> None:
 
 def test_counters_on_the_device_with_another_default_dtype() -> None:
     """Powers of a counter are float32, whatever torch makes of integers."""
-    expected = run_of("capturable", "cpu")
     torch.set_default_dtype(torch.float64)
     try:
-        optimizer = run_of("capturable", "cpu", torch.float32, **RULES["fam"][1])
+        optimizer = run_of("capturable", DEVICE, torch.float32, **RULES["fam"][1])
         expected = run_of("plain", "cpu", torch.float32, **RULES["fam"][1])
         for number in range(3):
             step(optimizer, number)
@@ -134,7 +131,7 @@ def test_counters_on_the_device_with_another_default_dtype() -> None:
     for one, other in zip(optimizer.state.values(), expected.state.values(), strict=True):
         for key, value in one.items():
             assert value.dtype == other[key].dtype
-            torch.testing.assert_close(value, other[key])
+            torch.testing.assert_close(value.cpu(), other[key])
 
 
 # ------------------------------------------------------------------------------------ drift
@@ -143,8 +140,8 @@ def test_counters_on_the_device_with_another_default_dtype() -> None:
 DRIFT_STEPS = {
     "plain": amount(100, 20_000),
     "foreach": amount(100, 20_000),
-    "capturable": 20_000,
-    "fused": amount(2, 300) if DEVICE == "cpu" else 20_000,
+    "capturable": amount(100, 20_000),
+    "fused": amount(2, 300) if DEVICE == "cpu" else amount(500, 20_000),
 }
 # A code of int8 may round otherwise, which moves a weight by a 127th of a step.
 DRIFT = {"published": 1e-5, "adafactor": 1e-5, "fam": 3e-4, "orthogonal": 3e-4}
