@@ -194,7 +194,9 @@ def one_step(
     lr = _at(rule.lr, t)
     size = rms(w)
     if rule.scale == "initial" and w.size > 0:
-        first = max(float(state["initial_rms"]), size if t == 1 else 0.0)
+        first = float(state["initial_rms"])
+        if t == 1 and size >= 0.1 * first:
+            first = size
         state = {**state, "initial_rms": _float64(first)}
         size = first if first > 0.0 else size
     alpha = step_size(rule, lr, t, size)

@@ -94,10 +94,9 @@ class MaxFactor(FactoredOptimizer):
         direction: "sign_max" for (9), or "factored" or "orthogonal" as above. Orthogonal is for
             hidden matrices; give embeddings, heads and convolution stems a group of their own.
         scale: What (3) scales by: "current" for RMS(W), "initial" for the RMS that each parameter
-            had before its first step, so that growing weights do not get larger steps. For a matrix
-            it is at least 1 / sqrt(3 * fan_in), the RMS with which torch.nn.Linear begins, so that
-            matrices that begin small or at zero are trained, too. A vector that was zero is scaled
-            by its present RMS.
+            had before its first step, so that growing weights do not get larger steps. A matrix
+            that begins at zero, or below a tenth of 1 / sqrt(3 * fan_in), counts as that, the RMS
+            with which torch.nn.Linear begins. A vector that was zero is scaled by its present RMS.
         rounding: How 16-bit parameters are written: "stochastic" keeps small updates and decay on
             average, "nearest" loses them. None: stochastic for bfloat16, nearest for float16.
         seed: Seed of the stochastic rounding. None takes torch's seed, or 0 with several processes,

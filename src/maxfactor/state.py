@@ -204,8 +204,11 @@ def as_float(t: float | Tensor) -> float | Tensor:
     return t.to(torch.float32) if isinstance(t, Tensor) else t
 
 
+NEAR_ZERO = 0.1  # of the size from its shape: a matrix that begins below counts as zero
+
+
 def size_from_shape(shape: Shape) -> float:
-    """The least RMS that `scale="initial"` assumes for a matrix, which may begin at zero.
+    """The RMS that `scale="initial"` assumes for a matrix that begins at zero.
 
     It is the RMS with which torch.nn.Linear begins, whose weights are uniform within
     1 / sqrt(fan_in). 0 for a vector, whose shape says nothing about its size.

@@ -36,7 +36,7 @@ from maxfactor.rule.newton_schulz import orthogonal
 from maxfactor.rule.rounding import rounded
 from maxfactor.rule.squares import norm_of
 from maxfactor.settings import FLOAT32_TINY
-from maxfactor.state import State, as_float, block_shape, factoring, state_shapes
+from maxfactor.state import NEAR_ZERO, State, as_float, block_shape, factoring, state_shapes
 
 if TYPE_CHECKING:
     from maxfactor.settings import Settings, TensorRule
@@ -99,16 +99,16 @@ def weight_size(size: Tensor, initial: Tensor | None, t: Scalar) -> tuple[Tensor
     """The RMS that (3) scales by, and its new state; `size` is the present RMS(W).
 
     `initial` is the state's `initial_rms`, or None with scale="current". Before the first step it
-    is the size that the shape suggests, which is the least size of a matrix. A vector that begins
-    at zero is scaled by its present RMS.
+    is the size that the shape suggests, which stands for that of a matrix that begins at zero, or
+    close to it. A vector that begins at zero is scaled by its present RMS.
     """
     if initial is None:
         return size, {}
     first = initial
-    if isinstance(t, Tensor):  # no host sync for a counter on the device
-        first = torch.where(t == 1, torch.maximum(size, initial), initial)
-    elif t == 1:
-        first = torch.maximum(size, initial)
+    if isinstance(t, Tensor) or t == 1:
+        own = torch.where(size < NEAR_ZERO * initial, initial, size)
+        # No host sync for a counter on the device.
+        first = torch.where(t == 1, own, initial) if isinstance(t, Tensor) else own
     first = first.to(torch.float32)
     return torch.where(first > 0, first, size), {"initial_rms": first}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from maxfactor import state
 from maxfactor.backends import guard
 from maxfactor.backends.triton.kernels.descriptors import Piece
 from maxfactor.backends.triton.kernels.layout import (
@@ -43,6 +44,7 @@ from maxfactor.backends.triton.kernels.tiles import (
 )
 from maxfactor.backends.triton.kernels.variance import dense_variance, statistic_weight
 
+NEAR_ZERO = tl.constexpr(state.NEAR_ZERO)
 OVERFLOWS, NOT_FINITE = tl.constexpr(guard.OVERFLOWS), tl.constexpr(guard.NOT_FINITE)
 
 
@@ -275,7 +277,8 @@ def tensor_scalars(entry, setting, weight_squares, scalars, skip):
     if (flags & FLAG.INITIAL) != 0:
         initial = tl.load(entry + COLUMN.INITIAL_RMS).to(tl.pointer_type(tl.float32))
         at_first = tl.load(initial)
-        at_first = tl.where(t == 1.0, tl.maximum(size, at_first), at_first)
+        is_own = (t == 1.0) & (size >= at_first * NEAR_ZERO)
+        at_first = tl.where(is_own, size, at_first)
         if skip == 0:
             tl.store(initial, at_first)
         size = tl.where(at_first > 0.0, at_first, size)
