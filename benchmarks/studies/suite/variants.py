@@ -43,20 +43,20 @@ def floor(size: float, **more: Any) -> dict[str, Any]:
     return {"eps": [1e-10, size], **more}
 
 
-def floors(size: float, vectors: float, **vector: Any) -> dict[str, dict[str, Any]]:
+def floors(size: float, vectors: float, **more: Any) -> dict[str, dict[str, Any]]:
     """Least sizes of everything but hidden matrices."""
     kinds = {kind: floor(size) for kind in ("conv", "embedding", "head")}
-    return {**kinds, "vector": floor(vectors, **vector)}
+    return {**kinds, "vector": floor(vectors), **more}
 
 
 def changed(
     recipe: str,
+    by_kind: dict[str, dict[str, Any]] | None = None,
     settings: dict[str, Any] | None = None,
     families: tuple[str, ...] = WHOLE,
-    **by_kind: Any,
 ) -> Variant:
-    """A recipe at its own rate, with other settings of all layers or of some kinds."""
-    return Variant(recipe, (own_rate(recipe),), settings or {}, by_kind, families)
+    """A recipe at its own rate, with other settings of some kinds of layers or of all."""
+    return Variant(recipe, (own_rate(recipe),), settings or {}, by_kind or {}, families)
 
 
 def own_rate(recipe: str) -> float:
@@ -69,27 +69,25 @@ VARIANTS: dict[str, Variant] = {
     "quality": Variant("quality", (0.04,)),
     "fast": Variant("fast", (0.08,)),
     "lean": Variant("lean", (0.028,)),
-    "quality floors .1": changed("quality", **floors(0.1, 0.4)),
-    "fast floors .1": changed("fast", **floors(0.1, 0.2)),
-    "lean floors .1": changed("lean", **floors(0.1, 0.1)),
-    "quality floors .2": changed("quality", **floors(0.2, 0.4)),
-    "fast floors .2": changed("fast", **floors(0.2, 0.4)),
-    "quality vectors .4": changed("quality", vector=floor(0.4)),
-    "fast vectors .2": changed("fast", vector=floor(0.2)),
-    "quality vectors 1 .1": changed("quality", vector=floor(0.1, lr_share=1.0)),
-    "quality embeddings .1": changed("quality", embedding=floor(0.1)),
-    "quality conv .1": changed("quality", conv=floor(0.1)),
-    "quality floors .1, beta .95": changed(
-        "quality", **floors(0.1, 0.4), hidden={"momentum": 0.95}
-    ),
-    "lean vectors .1": changed("lean", vector=floor(0.1)),
-    "quality floors .1, wd 0": changed("quality", relative(0.0), **floors(0.1, 0.4)),
-    "quality floors .1, wd .1": changed("quality", relative(0.1), **floors(0.1, 0.4)),
+    "quality floors .1": changed("quality", floors(0.1, 0.4)),
+    "fast floors .1": changed("fast", floors(0.1, 0.2)),
+    "quality floors .2": changed("quality", floors(0.2, 0.8)),
+    "lean floors .1": changed("lean", floors(0.1, 0.1)),
+    "quality vectors .4": changed("quality", {"vector": floor(0.4)}),
+    "quality floors .1 + hidden .04": changed("quality", floors(0.1, 0.4, hidden=floor(0.04))),
+    "fast floors .2": changed("fast", floors(0.2, 0.4)),
+    "quality embeddings .1": changed("quality", {"embedding": floor(0.1), "head": floor(0.1)}),
+    "fast vectors .2": changed("fast", {"vector": floor(0.2)}),
+    "quality floors .1 + wd .1": changed("quality", floors(0.1, 0.4), relative(0.1)),
+    "quality floors .1 + wd 0": changed("quality", floors(0.1, 0.4), relative(0.0)),
+    "quality floors .1 + beta .95": changed("quality", floors(0.1, 0.4, hidden={"momentum": 0.95})),
+    "quality vectors 1 .1": changed("quality", {"vector": floor(0.1, lr_share=1.0)}),
+    "lean vectors .1": changed("lean", {"vector": floor(0.1)}),
     # Attention matrices in blocks; of 6 heads, groups of 4 are groups of 3.
-    "quality heads one by one": changed("quality", {"heads_per_block": 1}),
-    "quality groups of 4 heads": changed("quality", {"heads_per_block": 4}),
-    "fast beta .92": changed("fast", {"momentum": {"beta_max": 0.92}}, FAMILIES),
-    "fast wd .03": changed("fast", relative(0.03), FAMILIES),
+    "quality heads one by one": changed("quality", settings={"heads_per_block": 1}),
+    "quality groups of 4 heads": changed("quality", settings={"heads_per_block": 4}),
+    "fast beta .92": changed("fast", settings={"momentum": {"beta_max": 0.92}}, families=FAMILIES),
+    "fast wd .03": changed("fast", settings=relative(0.03), families=FAMILIES),
 }
 
 
