@@ -176,11 +176,17 @@ def fresh_state(rule: Rule, shape: tuple[int, ...]) -> State:
             state["momentum_scale"] = np.zeros((*shape[: len(rows)], *blocks))
         if len(shape) > 1 and isinstance(rule.momentum, dict):
             state["band_sums"] = np.zeros((3, (FAM | rule.momentum)["bands"]))
-    if rule.scale == "initial":
-        fan_in = math.prod(shape[1:])
-        is_matrix = len(shape) > 1 and math.prod(shape) > 0
-        state["initial_rms"] = _float64(1.0 / math.sqrt(3.0 * fan_in) if is_matrix else 0.0)
+    if rule.scale != "current":
+        state["initial_rms"] = _float64(assumed_size(shape, rule.scale))
     return {"step": _float64(0.0), **state}
+
+
+def assumed_size(shape: tuple[int, ...], scale: str) -> float:
+    """The size of a matrix that begins near zero, or with scale="raised" smaller than this."""
+    if len(shape) < 2 or math.prod(shape) == 0:
+        return 0.0
+    fan_in = math.prod(shape[1:])
+    return min(0.1, math.sqrt(2.0 / fan_in)) if scale == "raised" else 1.0 / math.sqrt(3.0 * fan_in)
 
 
 def one_step(
@@ -193,9 +199,9 @@ def one_step(
     rows, cols = matrix_view(w.shape, rule.factor)
     lr = _at(rule.lr, t)
     size = rms(w)
-    if rule.scale == "initial" and w.size > 0:
+    if rule.scale != "current" and w.size > 0:
         first = float(state["initial_rms"])
-        if t == 1 and size >= 0.1 * first:
+        if t == 1 and size >= first * (1.0 if rule.scale == "raised" else 0.1):
             first = size
         state = {**state, "initial_rms": _float64(first)}
         size = first if first > 0.0 else size

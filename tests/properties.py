@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import oracle
 from cases import arguments
 from maxfactor import RECIPES, Adafactor, MaxFactor, recipe
 from maxfactor.optimizer import FactoredOptimizer
@@ -224,7 +225,7 @@ def maxfactor_settings(draw: st.DrawFn) -> dict[str, Any]:
         ),
         "d": draw(st.sampled_from([1.0, 1.0, 0.2, 3.0, math.inf])),
         "gamma": draw(st.sampled_from([0.99, 0.5, 0.0])),
-        "scale": draw(st.sampled_from(["current", "initial"])),
+        "scale": draw(st.sampled_from(["current", "initial", "raised"])),
         "decay_by": draw(st.sampled_from(["lr", "relative_step", "step_size"])),
         "vector_direction": draw(st.sampled_from(["sign_max", "update"])),
     }
@@ -373,12 +374,13 @@ class Bound:
 
     def _size(self, weight: Tensor) -> float:
         now = float(weight.double().square().mean().sqrt()) if weight.numel() else 0.0
-        if self.settings.get("scale") != "initial":
+        scale = self.settings.get("scale", "current")
+        if scale == "current":
             return now
         if self.first is None:
-            self.first = now
-            if len(self.shape) > 1 and weight.numel():
-                self.first = max(now, 1.0 / math.sqrt(3.0 * math.prod(self.shape[1:])))
+            assumed = oracle.assumed_size(self.shape, scale)
+            is_small = now < assumed * (1.0 if scale == "raised" else 0.1)
+            self.first = assumed if is_small else now
         return self.first if self.first > 0 else now
 
     def _decay_rate(self, alpha: float, rho: float, lr: float | None) -> float:

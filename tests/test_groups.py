@@ -298,7 +298,8 @@ def test_speech() -> None:
 def test_recipes_scale_by_the_initial_size(name: Any) -> None:
     scales = settings_by_kind(name, "scale")
     assert scales.pop("vector") == ["current"]
-    assert all(scale == ["initial"] for scale in scales.values())
+    assert scales.pop("hidden") == ["initial"]
+    assert all(scale == ["raised"] for scale in scales.values())
 
 
 @pytest.mark.parametrize("name", ["fast", "quality"])
@@ -335,7 +336,9 @@ def test_a_tensor_lr_is_followed_by_every_group_or_refused() -> None:
     tensor = torch.tensor(0.5)
     groups = for_model(Decoder(), recipe="lean", lr=tensor).param_groups
     assert all(group["lr"] is tensor for group in groups)
-    message = r"recipe 'fast' takes shares of it \(embedding 0.5, head 0.5, vector 0.25\)"
+    message = (
+        r"recipe 'fast' takes shares of it \(embedding 0.5, head 0.5, adapter 2, vector 0.25\)"
+    )
     with pytest.raises(ValueError, match=message):
         for_model(Decoder(), recipe="fast", lr=tensor)
 

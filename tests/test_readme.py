@@ -15,7 +15,9 @@ import torch
 
 import maxfactor
 from maxfactor.recipes import PUBLISHED
+from studies.suite.search import error_of
 from studies.suite.tasks import MAIN, TASKS
+from studies.suite.variants import floors
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -185,6 +187,49 @@ def test_the_first_look_at_other_tasks() -> None:
         assert f"| {' | '.join(cells)} |" in page("results")
     assert better == {"quality": 10, "fast": 12}
     assert "better on ten of the twelve tasks" in page("results")
+
+
+def test_the_least_sizes_of_small_weights() -> None:
+    """A line for each task: recipes without and with least sizes, of matrices and of vectors."""
+    sizes = [
+        ("quality", 0.04, None), ("quality", 0.04, (0.1, 0.4)), ("quality", 0.04, (0.2, 0.8)),
+        ("fast", 0.08, None), ("fast", 0.08, (0.1, 0.2)), ("fast", 0.08, (0.2, 0.4)),
+        ("lean", 0.028, None), ("lean", 0.028, (0.1, 0.1)),
+    ]  # fmt: skip
+    for task in MAIN:
+        if TASKS[task].family != "lora":
+            digits = 1 if TASKS[task].is_speech else 3
+            found = [
+                errors_of("suite_least_sizes", task, name, lr, floors(*least) if least else {})[0]
+                for name, lr, least in sizes
+            ]
+            cells = [f"{error:.{digits}f}" for error in found]
+            assert f"| {task} | {' | '.join(cells)} |" in page("results")
+
+
+def test_lora_on_development_data() -> None:
+    for file, name, lr, seeds in [
+        ("suite_least_sizes", "quality", 0.04, 3),
+        ("suite_first_look", "adamw-98", 0.016, 3),
+        ("suite_least_sizes", "fast", 0.08, 3),
+        ("suite_least_sizes", "fast", 0.16, 1),
+    ]:
+        german, cpp = (errors_of(file, task, name, lr) for task in ("lora-german", "lora-cpp"))
+        assert len(german) == len(cpp) == seeds
+        shown = rf"{mean(german):.1f} % (in German )?and {mean(cpp):.3f}"
+        assert re.search(shown, page("results")), shown
+
+
+def errors_of(
+    file: str, task: str, optimizer: str, lr: float, by_kind: dict[str, Any] | None = None
+) -> list[float]:
+    """The errors of all seeds of a trial of the suite, without other settings."""
+    wanted = {"task": task, "optimizer": optimizer, "lr": lr, "by_kind": by_kind or {}}
+    return [
+        error_of(each)
+        for each in results(file)["trials"]
+        if {"by_kind": {}, **each["trial"]} == {**wanted, "seed": each["trial"]["seed"]}
+    ]
 
 
 @pytest.mark.parametrize(

@@ -322,6 +322,29 @@ def test_a_matrix_that_begins_at_zero_grows(backend: dict[str, Any], direction: 
     assert 1.0 < size <= 3.01  # three steps of RMS 1 at most, all in one direction
 
 
+@pytest.mark.parametrize(
+    ("scale", "shape", "own", "size"),
+    [
+        ("initial", (6, 8), 0.03, 0.03),  # small, but not near zero
+        ("initial", (6, 8), 0.02, 1 / math.sqrt(3 * 8)),
+        ("raised", (6, 8), 0.03, 0.1),
+        ("raised", (2, 200, 4), 0.03, math.sqrt(2 / 800)),  # the more inputs, the smaller
+        ("raised", (6, 8), 0.3, 0.3),
+        ("raised", (8,), 0.03, 0.03),  # a vector has its own size
+    ],
+)
+def test_the_size_of_small_weights(
+    backend: dict[str, Any], scale: str, shape: tuple[int, ...], own: float, size: float
+) -> None:
+    [param] = parameters(shape)
+    param.data.mul_(own / param.detach().square().mean().sqrt())
+    optimizer = MaxFactor([param], lr=0.1, scale=scale, **backend)  # type: ignore[arg-type]
+    for _ in range(2):  # later, it is still the first size
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert optimizer.effective_lr() == pytest.approx([0.1 * size], rel=1e-5)
+
+
 @pytest.mark.parametrize("momentum", [None, 0.9])
 def test_a_step_without_the_cap(backend: dict[str, Any], momentum: float | None) -> None:
     """By (2) the relative step is at most 1/sqrt(t); uncapped it is lr, and so is what decays."""

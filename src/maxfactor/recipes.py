@@ -108,10 +108,12 @@ OWN: dict[RecipeName, Recipe] = {
             "switches": Switches(decay_by="relative_step"),
         },
         {
-            "embedding": {"lr_share": 0.5},
-            "head": {"lr_share": 0.5},  # as when it is tied to the embedding
-            # Biases start at or near zero, so their initial RMS would give tiny steps.
-            "vector": {"scale": "current", "lr_share": 0.25},
+            "conv": {"scale": "raised"},
+            "embedding": {"scale": "raised", "lr_share": 0.5},
+            "head": {"scale": "raised", "lr_share": 0.5},  # as when it is tied to the embedding
+            "adapter": {"lr_share": 2.0},
+            # Biases start at or near zero: they move as if their RMS were 0.2.
+            "vector": {"scale": "current", "eps": (1e-10, 0.2), "lr_share": 0.25},
         },
     ),
     "quality": Recipe(
@@ -129,7 +131,10 @@ OWN: dict[RecipeName, Recipe] = {
         {
             "hidden": {"direction": "orthogonal", "momentum": 0.9, "nesterov": True},
             "adapter": {"direction": "orthogonal", "momentum": 0.9, "nesterov": True},
-            "vector": {"scale": "current", "lr_share": 0.25},
+            "conv": {"scale": "raised"},
+            "embedding": {"scale": "raised"},
+            "head": {"scale": "raised"},
+            "vector": {"scale": "current", "eps": (1e-10, 0.4), "lr_share": 0.25},
         },
     ),
 }

@@ -48,7 +48,7 @@ VectorDirection = Literal["sign_max", "update"]
 Direction = Literal["sign_max", "factored", "orthogonal"]
 BlockSide = Literal["rows", "columns"]
 Blocks = tuple[BlockSide, int]  # such as ("rows", 64): blocks of 64 rows
-Scale = Literal["current", "initial"]
+Scale = Literal["current", "initial", "raised"]
 MomentumDtype = Literal["int8", "bf16", "fp32"]
 Rounding = Literal["stochastic", "nearest"]
 Nonfinite = Literal["skip", "raise", "ignore"]
@@ -82,6 +82,7 @@ class TensorRule:
     ramps: bool = False  # version 0.2: alpha = min(lr, size * min(1e-6 t, 1/sqrt(t)))
     absolute: bool = False  # Adafactor with an lr: alpha = lr
     keeps_initial_rms: bool = False  # the size in (3) is the RMS before the first step
+    raises_small: bool = False  # ... or that of He's initialisation, if it is larger
     # (4) decay by lr, by rho, or by alpha if both are False
     weight_decay: float
     decays_by_lr: bool = False
@@ -475,7 +476,8 @@ class MaxFactorSettings(Settings):
             min_lr=switches.min_lr,
             is_capped=switches.step_rule != "uncapped",
             ramps=switches.step_rule == "ramp",
-            keeps_initial_rms=self.scale == "initial",
+            keeps_initial_rms=self.scale != "current",
+            raises_small=self.scale == "raised",
             decays_by_lr=switches.decay_by == "lr",
             decays_by_rho=switches.decay_by == "relative_step",
             dense=is_vector or switches.full_matrix,

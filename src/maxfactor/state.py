@@ -194,7 +194,7 @@ def init_state(param: Tensor, rule: TensorRule, *, step_on_device: bool = False)
         if key != "step"
     }
     if rule.keeps_initial_rms:
-        state["initial_rms"].fill_(size_from_shape(tuple(param.shape)))
+        state["initial_rms"].fill_(size_from_shape(tuple(param.shape), rule))
     device = param.device if step_on_device else "cpu"
     return {"step": torch.zeros((), dtype=dtypes["step"], device=device), **state}
 
@@ -205,17 +205,22 @@ def as_float(t: float | Tensor) -> float | Tensor:
 
 
 NEAR_ZERO = 0.1  # of the size from its shape: a matrix that begins below counts as zero
+LARGEST_RAISED = 0.1  # to which scale="raised" raises the size of matrices with few inputs
 
 
-def size_from_shape(shape: Shape) -> float:
-    """The RMS that `scale="initial"` assumes for a matrix that begins at zero.
+def size_from_shape(shape: Shape, rule: TensorRule) -> float:
+    """The size that takes the place of a matrix's own RMS, if that is near zero or too small.
 
-    It is the RMS with which torch.nn.Linear begins, whose weights are uniform within
-    1 / sqrt(fan_in). 0 for a vector, whose shape says nothing about its size.
+    With scale="initial" it is the RMS with which torch.nn.Linear begins, whose weights are uniform
+    within 1 / sqrt(fan_in). With scale="raised" it is that of He's initialisation, within a bound.
+    0 for a vector, whose shape says nothing about its size.
     """
     if len(shape) < 2 or math.prod(shape) == 0:
         return 0.0
-    return 1.0 / math.sqrt(3.0 * math.prod(shape[1:]))
+    fan_in = math.prod(shape[1:])
+    if rule.raises_small:
+        return min(LARGEST_RAISED, math.sqrt(2.0 / fan_in))
+    return 1.0 / math.sqrt(3.0 * fan_in)
 
 
 def _zeros(param: Tensor, key: str, shape: Shape, dtype: torch.dtype, rule: TensorRule) -> Tensor:

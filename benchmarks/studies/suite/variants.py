@@ -64,25 +64,27 @@ def own_rate(recipe: str) -> float:
     return float(OWN[cast("RecipeName", recipe)].common["lr"])
 
 
+UNCAPPED = {"step_rule": "uncapped"}
+OUTER = ("conv", "embedding", "head")
+
 # The most promising first: time may be over before the last.
 VARIANTS: dict[str, Variant] = {
     "quality": Variant("quality", (0.04,)),
     "fast": Variant("fast", (0.08,)),
-    "lean": Variant("lean", (0.028,)),
+    "lean": Variant("lean", (0.028, 0.056, 0.112)),
     "quality floors .1": changed("quality", floors(0.1, 0.4)),
-    "fast floors .1": changed("fast", floors(0.1, 0.2)),
-    "quality floors .2": changed("quality", floors(0.2, 0.8)),
+    "fast uncapped": Variant("fast", (0.04, 0.08), relative(0.01, **UNCAPPED)),
+    "quality uncapped": changed("quality", settings=relative(0.03, **UNCAPPED)),
+    "quality own sizes": changed(
+        "quality",
+        {**{kind: {"scale": "initial"} for kind in OUTER}, "vector": floor(0.001)},
+    ),
+    "fast own sizes": changed(
+        "fast",
+        {**{kind: {"scale": "initial"} for kind in OUTER}, "vector": floor(0.001)},
+    ),
     "lean floors .1": changed("lean", floors(0.1, 0.1)),
-    "quality vectors .4": changed("quality", {"vector": floor(0.4)}),
-    "quality floors .1 + hidden .04": changed("quality", floors(0.1, 0.4, hidden=floor(0.04))),
-    "fast floors .2": changed("fast", floors(0.2, 0.4)),
-    "quality embeddings .1": changed("quality", {"embedding": floor(0.1), "head": floor(0.1)}),
-    "fast vectors .2": changed("fast", {"vector": floor(0.2)}),
-    "quality floors .1 + wd .1": changed("quality", floors(0.1, 0.4), relative(0.1)),
-    "quality floors .1 + wd 0": changed("quality", floors(0.1, 0.4), relative(0.0)),
-    "quality floors .1 + beta .95": changed("quality", floors(0.1, 0.4, hidden={"momentum": 0.95})),
-    "quality vectors 1 .1": changed("quality", {"vector": floor(0.1, lr_share=1.0)}),
-    "lean vectors .1": changed("lean", {"vector": floor(0.1)}),
+    "quality wd .06": changed("quality", settings=relative(0.06)),
     # Attention matrices in blocks; of 6 heads, groups of 4 are groups of 3.
     "quality heads one by one": changed("quality", settings={"heads_per_block": 1}),
     "quality groups of 4 heads": changed("quality", settings={"heads_per_block": 4}),

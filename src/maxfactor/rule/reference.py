@@ -70,7 +70,7 @@ def step(param: Tensor, grad: Tensor, state: State, settings: Settings) -> Resul
     t, lr = host_scalar(counted["step"]), host_scalar(settings.rate)
     w, g = working_copies(param, grad, rule)
 
-    size, initial = weight_size(rms(w), state.get("initial_rms"), t)
+    size, initial = weight_size(rms(w), state.get("initial_rms"), t, rule)
     alpha = step_size(size, t, lr, rule)  # (2) (3), W before decay
     w = w * decay_factor(alpha, t, lr, rule)  # (4)
     moments = second_moments(g, state, t, rule)  # (5)
@@ -95,18 +95,22 @@ def statistic_weight(t: Scalar, rule: TensorRule) -> Scalar:
     return smaller(larger(as_float(t) ** rule.beta2_decay, rule.kappa_low), rule.kappa_high)  # (1)
 
 
-def weight_size(size: Tensor, initial: Tensor | None, t: Scalar) -> tuple[Tensor, State]:
+def weight_size(
+    size: Tensor, initial: Tensor | None, t: Scalar, rule: TensorRule
+) -> tuple[Tensor, State]:
     """The RMS that (3) scales by, and its new state; `size` is the present RMS(W).
 
     `initial` is the state's `initial_rms`, or None with scale="current". Before the first step it
-    is the size that the shape suggests, which stands for that of a matrix that begins at zero, or
-    close to it. A vector that begins at zero is scaled by its present RMS.
+    is the size that the shape suggests, which stands for that of a matrix that begins at zero or
+    close to it, with scale="raised" of any smaller one. A vector that begins at zero is scaled by
+    its present RMS.
     """
     if initial is None:
         return size, {}
     first = initial
     if isinstance(t, Tensor) or t == 1:
-        own = torch.where(size < NEAR_ZERO * initial, initial, size)
+        least = initial if rule.raises_small else NEAR_ZERO * initial
+        own = torch.where(size < least, initial, size)
         # No host sync for a counter on the device.
         first = torch.where(t == 1, own, initial) if isinstance(t, Tensor) else own
     first = first.to(torch.float32)

@@ -233,7 +233,7 @@ class Batch:
             if self._keeps_to_first:
                 size = first
             else:
-                size, now = reference.weight_size(size, first, t)
+                size, now = reference.weight_size(size, first, t, rule)
                 torch._foreach_copy_(kept, list(now["initial_rms"].reshape(-1).unbind()))
         # A single large tensor on the CPU uses Python floats; values on a device stay there.
         scale: Scalar = size if self.is_small or len(self.inputs) > 1 else host_scalar(size)

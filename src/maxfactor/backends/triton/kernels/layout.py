@@ -317,6 +317,7 @@ class Flag(IntFlag):
     ORTHOGONAL = auto()
     ADAPTIVE = auto()  # FAM, with sums of its own
     INITIAL = auto()  # the step size is scaled by the initial RMS(W)
+    RAISED = auto()  # ... which is at least the size from its shape
 
 
 ADDRESS = DeviceEnum(Address)

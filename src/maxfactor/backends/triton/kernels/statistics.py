@@ -277,7 +277,8 @@ def tensor_scalars(entry, setting, weight_squares, scalars, skip):
     if (flags & FLAG.INITIAL) != 0:
         initial = tl.load(entry + COLUMN.INITIAL_RMS).to(tl.pointer_type(tl.float32))
         at_first = tl.load(initial)
-        is_own = (t == 1.0) & (size >= at_first * NEAR_ZERO)
+        least = at_first * tl.where((flags & FLAG.RAISED) != 0, 1.0, NEAR_ZERO)
+        is_own = (t == 1.0) & (size >= least)
         at_first = tl.where(is_own, size, at_first)
         if skip == 0:
             tl.store(initial, at_first)
