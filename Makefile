@@ -25,13 +25,19 @@ PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 # Of `make fuzz`; 0 is until Ctrl-C.
 MINUTES ?= 0
 
-.PHONY: check test fuzz soak matrix oldest newest demo docs test-gpu lint install clean
+.PHONY: check test coverage fuzz soak matrix oldest newest demo docs test-gpu lint install clean
 
 check: lint  ## for daily work, 90 seconds: lint, types, contracts, a fast core of the tests
 	$(PYTEST) $(CORE)
 
 test: lint  ## everything: what CI runs
 	$(PYTEST)
+
+coverage: install  ## lines and branches of src/ that the tests reach, in all their processes; at least 95 %
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(PYTEST_OPTIONS) --timeout 1200
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 fuzz: install  ## properties of the optimizer, audio, tables and folders with random seeds, for MINUTES=10 or until Ctrl-C
 	$(BIN)/python tests/fuzz.py --minutes $(MINUTES)
@@ -83,4 +89,4 @@ install: .venv/installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site
+	rm -rf .venv .venv-oldest .venv-newest .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* build dist site

@@ -43,6 +43,7 @@ ON_ONE_WORKER = {
     "test_collectives.py": "four ranks",
     "test_sharded.py": "four ranks",
     "test_sharded_torch.py": "four ranks",
+    "test_speech_hybrid.py": "four ranks",
     "test_docs_site.py": "site",
     "test_speech_faults.py": "faults",
     "test_speech_folders.py": "folders",

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jiwer
@@ -619,3 +620,40 @@ def test_the_readme_names_every_result_and_picture() -> None:
         assert (RESULTS.parent / script).exists()
     for table in TABLES:
         assert re.search(rf"[ ,`]{table}[ ,`]", text)
+
+
+def test_several_optimizers_are_measured_as_one() -> None:
+    """Muon for matrices and AdamW for the rest: each parameter moves, all states are counted."""
+    [contender] = contenders.chosen(["torch Muon + AdamW"])
+    model = step_time.problem(shapes.shapes("quick"), torch.float32, "cpu")
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer = contender.make(model)
+    assert state_bytes(optimizer) == 0
+    optimizer.step()
+    for param, old in zip(model.parameters(), before, strict=True):
+        assert not torch.equal(param, old)
+    matrices = sum(param.numel() for param in model.parameters() if param.ndim == 2)
+    others = [param.numel() for param in model.parameters() if param.ndim != 2]
+    assert state_bytes(optimizer) == 4 * (matrices + 2 * sum(others) + len(others))
+
+
+def test_a_gpu_is_asked_for_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit):
+        step_time.main(["--quick", "--device", "cuda"])
+    assert "torch finds no CUDA device; use --device cpu" in capsys.readouterr().err
+
+
+def test_wrapped_tensors_are_counted_once(one_rank: None) -> None:
+    """A DTensor is what it wraps."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = DeviceMesh("cpu", [0])
+    whole = torch.zeros(10, 3)
+
+    state = {0: {"moment": distribute_tensor(whole, mesh), "parts": [torch.zeros(5)]}}
+    optimizer = SimpleNamespace(state=state)
+    assert state_bytes(optimizer) == 4 * (30 + 5)
+    assert state_bytes(optimizer, optimizer) == 4 * (30 + 5)

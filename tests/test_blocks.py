@@ -282,9 +282,9 @@ class Odd(nn.Module):
         super().__init__()
         self.first, self.second = self.layer(3), self.layer(4)
 
-    def layer(self, heads: int) -> nn.Module:
+    def layer(self, heads: int, width: int = 16) -> nn.Module:
         module = nn.ModuleDict({name: nn.Linear(16, 16) for name in ("q_proj", "k_proj", "v_proj")})
-        module["o_proj"] = nn.Linear(16, 16)
+        module["o_proj"] = nn.Linear(width, 16)
         module.num_heads = heads  # type: ignore[assignment]
         return module
 
@@ -300,6 +300,30 @@ def test_heads_that_are_not_certain() -> None:
         for_model(torch_layer(), heads_per_block=0)
     with pytest.raises(TypeError, match=r"has no setting 'blocks', got .* give heads_per_block"):
         for_model(torch_layer(), blocks=("rows", 8))
+
+
+def fused_elsewhere(width: int) -> nn.Module:
+    """GPT-2's layer, whose fused matrix has another width."""
+    model = gpt2()
+    attention = model.get_submodule("transformer.h.0.attn")
+    attention.c_attn = transformers.pytorch_utils.Conv1D(width, 32)
+    return model
+
+
+def test_an_output_that_does_not_fit_its_heads() -> None:
+    """No matrix of such a layer is cut, of whichever library; the layer beside it is."""
+    model = Odd()
+    model.first = model.layer(4, 24)  # more inputs than the heads have outputs
+    assert split_names(for_model(model, heads_per_block=2)) == {
+        ("rows", 8): names("second", "q_proj k_proj v_proj"),
+        ("columns", 8): names("second", "o_proj"),
+    }
+    theirs = bert()
+    theirs.get_submodule("bert.encoder.layer.0.attention").output = nn.Linear(32, 32)
+    found = split_names(for_model(theirs, heads_per_block=1))
+    assert not [name for own in found.values() for name in own if "0.attention.output" in name]
+    with pytest.raises(ValueError, match="needs attention layers whose heads are known"):
+        for_model(fused_elsewhere(80), heads_per_block=1)
 
 
 def test_adapters_are_not_split() -> None:

@@ -210,6 +210,16 @@ def test_what_is_no_checkpoint_is_refused(content: Any) -> None:
     assert snapshot(optimizer) == before
 
 
+def test_a_parameter_of_two_groups_is_refused() -> None:
+    _, optimizer = stepped()
+    saved, before = optimizer.state_dict(), snapshot(optimizer)
+    [group] = saved["param_groups"]
+    group["params"] = [0, 1, 2, 2]
+    with pytest.raises(ValueError, match=r"damaged: its groups list parameter 2 twice; give what"):
+        optimizer.load_state_dict(saved)
+    assert snapshot(optimizer) == before
+
+
 @pytest.mark.parametrize("registers", ["pre", "post"])
 def test_a_users_hook_that_fails_undoes_the_load(registers: str) -> None:
     _, optimizer = stepped()

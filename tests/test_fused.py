@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cases import ADAFACTOR_VARIANTS, SHAPES, VARIANTS, arguments, no_host_sync, problem, published
 from maxfactor import Adafactor, MaxFactor, rule
+from maxfactor.backends import dispatch
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -303,6 +304,24 @@ def test_tensors_that_move_and_settings_that_change() -> None:
     assert int(optimizer.state[other]["step"]) == 4
 
 
+def test_gradients_that_are_laid_out_otherwise() -> None:
+    """A plan for aligned float32 gradients meets others of odd addresses, and of bfloat16."""
+    case, checked = problem((8, 64), steps=6), rule.MaxFactorSettings()
+    grads = [grad.to(torch.bfloat16).float() for grad in case.grads]
+    weight, state = case.weight, rule.init_state(case.weight, checked)
+    param = torch.nn.Parameter(case.weight.clone().to(DEVICE))
+    optimizer = MaxFactor([param], fused=True)
+    for t, grad in enumerate(grads):
+        weight, state, _ = rule.step(weight, grad, state, checked)
+        param.grad = None
+        param.grad_dtype = torch.bfloat16 if t in (3, 4) else torch.float32
+        shift = int(t in (1, 2))
+        place = torch.empty(grad.numel() + shift, dtype=param.grad_dtype, device=DEVICE)
+        param.grad = place[shift:].view(grad.shape).copy_(grad)
+        optimizer.step()
+    compare(optimizer, {"x": param}, {"x": (weight, state)})
+
+
 def test_autograd_sees_the_write() -> None:
     param = torch.nn.Parameter(torch.ones(9, 40, device=DEVICE))
     optimizer = MaxFactor([param], fused=True)
@@ -329,6 +348,29 @@ def test_fused_says_why_it_cannot() -> None:
         MaxFactor([param], fused=True, foreach=True)
     with pytest.raises(ValueError, match="fused is one for the whole optimizer"):
         MaxFactor([{"params": [param], "fused": True}])
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "message"),
+    [
+        ("has_triton", False, r"Triton is not installed; install it .* or set fused=False"),
+        ("triton_version", (2, 9), r"Triton 2\.9 is older than \d+\.\d+; install a newer torch"),
+        ("is_interpreted", False, r"parameter 'w' is on cpu; move the model to CUDA or set fused="),
+    ],
+)
+def test_fused_where_triton_cannot_run(
+    name: str, found: object, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, name, lambda: found)
+    param = torch.nn.Parameter(torch.ones(3, 2))
+    param.grad = torch.ones_like(param)
+    optimizer = MaxFactor([("w", param)], fused=True)
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+    assert not optimizer.state
+    usual = MaxFactor([("w", param)])  # chooses what can run
+    usual.step()
+    assert usual.state
 
 
 ROUND, ODD = [(8, 16), (16,), (4, 8)], [(8, 16), (5,), (3, 7)]

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from maxfactor import RECIPES, estimate_memory, for_model, release_gradients
+from maxfactor.backends import borrowed
+from maxfactor.backends.torch.step import DEVICE_BLOCK
 
 
 class Speech(nn.Module):
@@ -160,6 +162,21 @@ def test_released_gradients_of_a_chain() -> None:
         with release_gradients(model, optimizer):
             model(torch.randn(2, 16)).sum().backward()
         assert estimate_memory(model, "lean", gradient_release=True).gradients == peak
+
+
+@pytest.mark.parametrize(("recipe", "buffers"), [("quality", 5), ("fast", 4)])
+def test_without_triton_the_torch_backend_is_estimated(
+    recipe: Any, buffers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float32 buffers of the size of a batch: all matrices of a shape, or blocks of their rows."""
+    monkeypatch.setattr(borrowed, "has_triton", lambda: False)
+    model = nn.Sequential(*[nn.Linear(60, 50, bias=False) for _ in range(4)])
+    assert estimate_memory(model, recipe).borrowed == 4 * buffers * 4 * 60 * 50
+    with torch.device("meta"):
+        large = nn.Sequential(*[nn.Linear(5000, 5000, bias=False) for _ in range(4)])
+    # An orthogonal matrix is never cut into blocks of rows.
+    numel = 5000**2 if recipe == "quality" else DEVICE_BLOCK
+    assert estimate_memory(large, recipe).borrowed == 4 * buffers * numel
 
 
 def test_errors() -> None:

@@ -132,6 +132,10 @@ def test_faster_optimizers_get_the_same_time(
     assert [one.label for one in results][3:] == ["adamw, same time"]  # muon is no faster
     longer = seen[-1].settings
     assert longer.steps == 400
+    # Without a time to compare there is nothing to train.
+    for missing in ("quality", "adamw"):
+        left = [one for one in results[:3] if one.optimizer != missing]
+        assert comparing._same_time_runs(comparison, left, {}) == []
     assert longer.utterance_count == base.utterance_count  # of the same data
 
 
@@ -395,6 +399,8 @@ def test_a_killed_process_is_detected(tmp_path: Path) -> None:
         list(in_processes(signal.raise_signal, [int(signal.SIGKILL)], 1))
     with pytest.raises(InputError, match="contains no training to resume"):
         list(in_processes(read_settings, [tmp_path], 1))
+    with pytest.raises(InputError, match=r"3: its process ended with status 3; the reason is pri"):
+        list(in_processes(sys.exit, [3], 1))
 
 
 def test_workers_send_messages_before_their_result() -> None:
@@ -426,6 +432,19 @@ def test_each_training_has_a_bar(width: int) -> None:
     bars.close()
     assert f"{runs[0]}: WER 10.0% in 60 s" in shown.getvalue()
     assert bars._progress.tasks == []
+
+
+def test_the_synthesis_has_a_bar_until_it_is_done() -> None:
+    shown = io.StringIO()
+    bars = RunBars(Console(file=shown, force_terminal=True, width=100))
+    bars.begin("synthesising speech", 10)
+    bars.advance(4)
+    bars._progress.refresh()
+    assert [task.completed for task in bars._progress.tasks] == [4]
+    bars.advance(6)
+    assert bars._progress.tasks == []
+    bars.close()
+    assert "synthesising speech" in shown.getvalue()
 
 
 @pytest.mark.parametrize(("terminal", "kind"), [(True, RunBars), (False, RunLines)])
@@ -559,6 +578,10 @@ def test_results_from_before_are_still_read(tmp_path: Path) -> None:
     (folder / "settings.json").write_text(json.dumps(vars(run.settings)))
     (folder / "result.json").write_text(json.dumps({**vars(result_of()), "peak_bytes": 5}))
     assert read_result(run, tmp_path) == result_of()
+    for content in ("{", '{"label": "adamw"}', "[1]"):
+        (folder / "result.json").write_text(content)
+        with pytest.raises(InputError, match=r"result\.json: cannot be read, .*; delete it to tra"):
+            read_result(run, tmp_path)
 
 
 def test_the_page_shows_the_settings_and_the_rates_tried() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import signal
+import sys
 import tracemalloc
 from collections import Counter
 from pathlib import Path
@@ -29,7 +31,7 @@ from maxfactor_speech.data.batches import (
     seconds_needed,
     training_batches,
 )
-from maxfactor_speech.data.espeak import LIBRARY_VARIABLE, Espeak, Location
+from maxfactor_speech.data.espeak import DATA_VARIABLE, LIBRARY_VARIABLE, Espeak, Location
 from maxfactor_speech.data.features import draw_stretches, log_mel, mel_filters, spec_augment
 from maxfactor_speech.data.layouts import find_data
 from maxfactor_speech.data.recordings import RecordedUtterances, Recording, split_recordings
@@ -527,3 +529,50 @@ def test_a_text_is_never_both_trained_on_and_held_out() -> None:
     assert not {one.text for one in train} & {one.text for one in validation}
     with pytest.raises(InputError, match="only 2 recordings of 1 texts, too few"):
         split_recordings(found[:2])
+
+
+def test_settings_of_synthesis_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"pitch must be \(low, high\), got \(70, 30\)"):
+        Script("digits", pitch=(70, 30))
+    with pytest.raises(ValueError, match="count must be at least 1, got 0"):
+        synthesis.synthesise(Script("digits"), 0, tmp_path)
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        Order(np.array([5], np.int32), 0, seed=0)
+
+
+def test_the_default_cache_is_where_the_system_has_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert synthesis.default_cache() == tmp_path / "maxfactor" / "speech"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert synthesis.default_cache() == tmp_path / "home" / ".cache" / "maxfactor" / "speech"
+
+
+def test_shards_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    """Though they are open: memory maps are not sent, but opened again."""
+    data = many_shards(tmp_path, 2)
+    expected = data[70]
+    again = pickle.loads(pickle.dumps(data))
+    assert again[70].text == expected.text
+    np.testing.assert_array_equal(again[70].samples, expected.samples)
+    assert data[70].text == expected.text
+
+
+def test_audio_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "a.wav"
+    with pytest.raises(InputError, match=r"none/a\.wav: cannot be written, "):
+        audio.write(path, np.zeros(100, np.int16))
+
+
+def test_where_espeak_is_expected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given, in the environment, or in a package; a missing one is named with the remedy."""
+    found = Location.find()
+    assert Location.find(found.library, found.data) == found
+    monkeypatch.setitem(sys.modules, "espeakng_loader", None)
+    with pytest.raises(InputError, match=r"espeak-ng is not installed; run `pip install espeakng"):
+        Location.find()
+    monkeypatch.setenv(LIBRARY_VARIABLE, found.library)
+    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
+    assert Location.find() == Location(found.library, str(tmp_path))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -211,6 +212,41 @@ def test_copies_in_place_of_links(
     assert not (out / "best.partial").exists()
 
 
+def test_a_best_link_that_cannot_be_written_is_named(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoints stay, and no part of a link is left."""
+    out = copy_of(whole, tmp_path / "out")
+    kept = [path.name for path in checkpoint.checkpoints(out)]
+    best = int((out / "best").resolve().name.removeprefix("step-"))
+    (out / "best").unlink()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "symlink_to", full)
+    with pytest.raises(InputError, match=r"best: cannot be written, the disk is full"):
+        checkpoint.tidy(out, 1, best)
+    assert [path.name for path in checkpoint.checkpoints(out)] == kept
+    assert not list(out.glob("best*"))
+
+
+def test_a_defect_while_saving_is_raised_as_it_is(
+    begun: Path, unsaved: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of the program is no InputError; half a checkpoint is deleted all the same."""
+
+    def defect(*_: object, **__: object) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(torch, "save", defect)
+    out = copy_of(begun, tmp_path / "out")
+    unsaved._saved = None
+    with pytest.raises(KeyError, match="a defect"):
+        unsaved.save(out)
+    assert [one.name for one in (out / "checkpoints").iterdir()] == ["step-00000001"]
+
+
 def test_names_that_are_no_checkpoints_are_left_alone(tmp_path: Path) -> None:
     names = ["step-00000009", "step-100000000", "step-20000000", "step-copy", "step-00000003.old"]
     for name in names:
@@ -396,6 +432,16 @@ def test_a_list_of_checksums_that_is_not_ours(begun: Path, tmp_path: Path) -> No
         (folder / checksums.CHECKSUMS).write_text(json.dumps({"sha256": {name: "abc"}}))
         with pytest.raises(InputError, match="is damaged"):
             checksums.check_checkpoint(folder)
+    (folder / checksums.CHECKSUMS).write_text('{"sha256": ["abc"]}')
+    with pytest.raises(InputError, match="is damaged"):
+        checksums.check_checkpoint(folder)
+    (folder / checksums.CHECKSUMS).write_text(json.dumps({"sha256": {"x" * 300: "abc"}}))
+    with pytest.raises(InputError, match="x: cannot be read, File name too long"):
+        checksums.check_checkpoint(folder)
+    (folder / checksums.CHECKSUMS).unlink()
+    (folder / checksums.CHECKSUMS).mkdir()
+    with pytest.raises(InputError, match="cannot be read, Is a directory"):
+        checksums.check_checkpoint(folder)
 
 
 def test_an_edited_text_is_remarked_and_used(begun: Path, tmp_path: Path) -> None:

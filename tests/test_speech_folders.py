@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import WhisperFeatureExtractor, WhisperTokenizer, pipeline
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 from typer.testing import CliRunner
@@ -30,7 +31,11 @@ from maxfactor_speech.training.metrics import read_metrics
 from maxfactor_speech.training.model import encode
 from maxfactor_speech.training.model_folder import load_model
 from maxfactor_speech.training.preparation import prefers_space, prepare
-from maxfactor_speech.training.recogniser import text_normaliser, with_prompt
+from maxfactor_speech.training.recogniser import (
+    complete_generation,
+    text_normaliser,
+    with_prompt,
+)
 from maxfactor_speech.training.settings import Settings
 from maxfactor_speech.training.trainer import Trainer
 from noise import weights
@@ -413,6 +418,47 @@ def test_files_of_another_model_are_refused(toy: Path, spoken: Path, tmp_path: P
         InputError, match=r"has 3000 frames, but the model takes 500; copy the file"
     ):
         train(settings(spoken, folder), tmp_path / "out")
+
+
+def test_a_folder_that_lacks_weights_is_named(toy: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "lacking"
+    shutil.copytree(toy, folder)
+    stored = load_file(folder / "model.safetensors")
+    name = next(name for name in stored if name.endswith("fc1.weight"))
+    stored[f"other.{name}"] = stored.pop(name)  # as many numbers as before
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=f"lacking: lacks weights of the model, such as {name}"):
+        load_model(folder)
+
+
+def test_what_the_model_is_too_small_for_is_named(toy: Path, spoken: Path, tmp_path: Path) -> None:
+    (tmp_path / "talk.tsv").write_text(f"{spoken}/5000.wav\t{'uh ' * 40}\n{spoken}/5001.wav\toh\n")
+    with pytest.raises(InputError, match=r"5000\.wav: 'uh .* tokens, but the model takes at most"):
+        prepare(settings(spoken, toy, data=str(tmp_path / "talk.tsv")))
+
+
+def test_speech_is_synthesised_in_the_language_of_the_folder(toy: Path, tmp_path: Path) -> None:
+    """English if it has none; a multilingual model knows more than there are texts for."""
+    chosen = Settings(model=str(toy), utterances=2, validation_utterances=2)
+    codec = prepare(chosen, tmp_path / "cache", 1).codec
+    assert codec.tokenizer.decode(codec.start[1:2]) == "<|en|>"
+    folder = tmp_path / "french"
+    shutil.copytree(toy, folder)
+    own = json.loads((toy / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**own, "language": "french"}))
+    message = r"french: language must be one of en, de, es, got 'fr'; give --data in that language"
+    with pytest.raises(InputError, match=message):
+        prepare(replace(chosen, model=str(folder)))
+
+
+def test_a_model_without_a_task_or_start(toy: Path) -> None:
+    given = load_model(toy)
+    given.generation.task_to_id = {"transcribe": given.generation.task_to_id["transcribe"]}
+    with pytest.raises(InputError, match="toy: does not know the task 'translate'; it knows trans"):
+        with_prompt(given, "de", True, "toy")
+    given.generation.decoder_start_token_id = None
+    complete_generation(given.model, given.codec.tokenizer)
+    assert given.generation.decoder_start_token_id == given.codec.start[0]
 
 
 def test_letters_without_a_token_are_named(toy: Path, spoken: Path, tmp_path: Path) -> None:

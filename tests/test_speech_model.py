@@ -17,12 +17,14 @@ from maxfactor_speech.training.cuda_graphs import is_random
 from maxfactor_speech.training.evaluation import (
     Evaluation,
     Example,
+    PipelineDecoder,
     decode,
     in_batches,
     transcribe,
 )
 from maxfactor_speech.training.model import SIZES, Size, encode, loss_of, whisper
 from maxfactor_speech.training.preparation import task_codec
+from maxfactor_speech.training.recogniser import new_recogniser
 
 SMALL = Size(32, 2, 2)
 
@@ -238,3 +240,32 @@ def test_default_rates_are_those_of_the_library() -> None:
     rates = {name: optimizers.default_lr(name) for name in ("quality", "fast", "lean")}
     assert rates == {"quality": 0.04, "fast": 0.08, "lean": 0.028}
     assert optimizers.default_lr("published-1.0") == maxfactor.recipe("published-1.0")["lr"]
+
+
+def test_weight_decay_of_a_recipe(codec: Codec) -> None:
+    [optimizer] = optimizers.make_optimizer(small_model(codec), "fast", weight_decay=0.25)
+    decays = {group["kind"]: group["weight_decay"] for group in optimizer.param_groups}
+    assert decays["hidden"] == 0.25
+    [usual] = optimizers.make_optimizer(small_model(codec), "fast")
+    assert {group["weight_decay"] for group in usual.param_groups} != set(decays.values())
+
+
+def test_muon_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(InputError, match=r"optimizer muon needs torch 2\.9 or newer, this is "):
+        optimizers.make_optimizer(nn.Linear(3, 2), "muon")
+
+
+def test_keys_and_values_of_a_decoder_are_counted(codec: Codec) -> None:
+    """Those of self-attention and of cross-attention, in every layer."""
+    model = small_model(codec)
+    decoder = PipelineDecoder(new_recogniser(model, codec))
+    cache = model.generate(
+        torch.zeros(1, 80, 200), return_dict_in_generate=True, max_new_tokens=2
+    ).past_key_values
+    [first, *_] = cache.cross_attention_cache.layers
+    a_position = 2 * first.keys[0, :, 0].numel() * 4  # keys and values, float32
+    positions = model.config.max_source_positions + model.config.max_target_positions
+    assert decoder.bytes_per_example == 2 * a_position * positions
+    decoder._pipeline.generation_config.num_beams = 3
+    assert decoder.bytes_per_example == 3 * 2 * a_position * positions

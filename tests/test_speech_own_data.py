@@ -18,7 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from maxfactor_speech import data_command
 from maxfactor_speech.cli import app
+from maxfactor_speech.data import overview
 from maxfactor_speech.data import recordings as recordings_module
 from maxfactor_speech.data.audio import SAMPLE_RATE, read, read_header
 from maxfactor_speech.data.batches import Batch, BatchSlice, Order, training_batches
@@ -391,6 +393,7 @@ BAD_FOLDERS: list[tuple[dict[str, str], str]] = [
     ({"wav.scp": "u a\n", "text": "v x\n", "segments": "v u a 1"}, r"segments:1: start must be"),
     ({"metadata.csv": "", "metadata.jsonl": ""}, r"has metadata\.csv and metadata\.jsonl; give"),
     ({"metadata.csv": "a,b\n"}, r"metadata\.csv:1: the columns are"),
+    ({"metadata.csv": "a|b\nc\n", "wavs/a.wav": ""}, r"metadata\.csv:2: must be name\|text, got"),
 ]  # fmt: skip
 
 
@@ -629,6 +632,13 @@ def test_too_much_damage_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         data[5]
 
 
+def test_damage_that_nothing_can_replace(tmp_path: Path) -> None:
+    """All recordings that are not longer are damaged, too."""
+    data = RecordedUtterances(damaged_set(tmp_path, (0, 1)))
+    with pytest.raises(InputError, match=r"1\.flac: damaged, and so are all .* data --decode"):
+        data[1]
+
+
 def test_what_is_used_for_validation_is_decoded_first(tmp_path: Path) -> None:
     table = mixture(tmp_path)
     truncated(tmp_path / "5.flac", 0.6)
@@ -787,3 +797,27 @@ def test_unusual_characters() -> None:
     assert found["\u0430"].endswith("CYRILLIC")
     assert found["\u200b"].startswith("a control character")
     assert found["€"] == "a symbol"
+
+
+def test_files_that_vanish_while_they_are_compared(tmp_path: Path) -> None:
+    paths = [sound(tmp_path / name) for name in ("a.wav", "b.wav")]
+    train = write(tmp_path / "train.tsv", "a.wav\tone\n")
+    other = write(tmp_path / "other.tsv", "b.wav\ttwo\n")
+    assert overview._size(paths[0]) == paths[0].stat().st_size
+    found = look_over(train, other)
+    assert len(found.same_audio) == 1  # the same tone
+    paths[1].unlink()
+    assert overview._size(paths[1]) == -1  # like that of no other file
+    with pytest.raises(InputError, match=r"b\.wav: cannot be read, No such file"):
+        overview._digest(paths[1])
+
+
+def test_unusual_characters_are_listed_up_to_a_number(tmp_path: Path) -> None:
+    sound(tmp_path / "a.wav")
+    strange = "".join(map(chr, range(0x2600, 0x2600 + data_command.NAMED + 3)))
+    result = run("data", write(tmp_path / "list.tsv", f"a.wav\thello {strange}\n"))
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    assert "unusual: ☀ (U+2600), 1 times, a symbol" in text
+    assert text.count("(U+26") == data_command.NAMED
+    assert "unusual: 3 more; --json lists all" in text

@@ -23,11 +23,16 @@ from typer.testing import CliRunner
 
 from maxfactor_speech.cli import app
 from maxfactor_speech.data.tokens import IGNORED
-from maxfactor_speech.errors import InputError
+from maxfactor_speech.errors import DeviceMemoryError, InputError
 from maxfactor_speech.training import checkpoint, cross_entropy
-from maxfactor_speech.training.adapters import merged
+from maxfactor_speech.training.adapters import load_adapters, merged
 from maxfactor_speech.training.loop import check_processes, train
-from maxfactor_speech.training.memory_needs import memory_needs, savings
+from maxfactor_speech.training.memory_needs import (
+    describe_needs,
+    explained_out_of_memory,
+    memory_needs,
+    savings,
+)
 from maxfactor_speech.training.metrics import read_metrics
 from maxfactor_speech.training.model_folder import load_model
 from maxfactor_speech.training.parallel import MultiProcess, SingleProcess
@@ -386,6 +391,56 @@ def test_out_of_memory_names_what_would_help_and_keeps_the_checkpoint(
     result = run("train", "--resume", "--out", out, "--release-gradients")
     assert result.exit_code == 0, result.output
     assert_same(weights(out), weights(tmp_path / "whole"))
+
+
+def test_out_of_memory_before_the_first_checkpoint(toy: Path, spoken: Path, tmp_path: Path) -> None:
+    """Nothing can be resumed, so nothing is said about it."""
+    chosen = settings(spoken, toy)
+    given = prepare(chosen)
+    with (
+        pytest.raises(DeviceMemoryError, match="out of memory: the training needs") as caught,
+        explained_out_of_memory(chosen, given, tmp_path),
+    ):
+        raise torch.OutOfMemoryError
+    assert "--release-gradients saves" in str(caught.value)
+    assert "is intact" not in str(caught.value)
+
+
+def test_needs_are_compared_with_the_memory_of_a_gpu(toy: Path, spoken: Path) -> None:
+    chosen = settings(spoken, toy)
+    needs = memory_needs(chosen, prepare(chosen))
+    assert describe_needs(needs, None) == f"memory: {needs}"
+    enough = describe_needs(needs, needs.total)
+    assert enough == f"memory: {needs}; {needs.total / 1e9:.2f} GB of the GPU are available"
+    assert describe_needs(needs, needs.total - 1).endswith(", which is probably too little")
+
+
+def test_a_device_that_is_too_small_for_a_question(toy: Path, spoken: Path) -> None:
+    """Whether texts begin with a space is then asked on the CPU, with the same answer."""
+    chosen = settings(spoken, toy)
+    expected = prepare(chosen).codec.encode("uh")
+    calls = 0
+
+    def only_the_first(module: nn.Module, _: torch.Tensor) -> bool:
+        nonlocal calls
+        calls += isinstance(module, nn.Conv1d)
+        return calls == 1
+
+    with full_memory(only_the_first):
+        assert prepare(chosen).codec.encode("uh") == expected
+    assert calls > 1
+
+
+def test_a_damaged_adapter_is_named(adapted: Path, tmp_path: Path) -> None:
+    last = checkpoint.checkpoints(adapted)[-1]
+    model = WhisperForConditionalGeneration.from_pretrained(last)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"no weights")
+    given: Any = PeftModel.from_pretrained(model, str(last / "adapter"))
+    before = {name: value.clone() for name, value in given.state_dict().items()}
+    with pytest.raises(InputError, match=r"adapter_model\.safetensors: cannot be read, .*delete"):
+        load_adapters(given, tmp_path)
+    assert_same(before, given.state_dict())
 
 
 def test_advice_names_only_what_is_possible(toy: Path, spoken: Path) -> None:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +36,7 @@ from maxfactor_speech.data import recordings, synthesis
 from maxfactor_speech.data.audio import SAMPLE_RATE
 from maxfactor_speech.data.shards import ShardedUtterances
 from maxfactor_speech.errors import InputError
+from maxfactor_speech.signals import STOP_SIGNALS, sigterm_as_interrupt, stop_requests
 from maxfactor_speech.training import checkpoint, loop
 from maxfactor_speech.training.checksums import write_checksums
 from maxfactor_speech.training.evaluation import Evaluation
@@ -237,6 +239,29 @@ def test_a_file_system_without_locks_is_accepted(
         assert (tmp_path / "lock").exists()
 
 
+def test_a_lock_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    named = pytest.raises(InputError, match=r"lock: cannot be written, Is a directory")
+    with named, folder_lock(tmp_path):
+        raise AssertionError("the folder is not locked")
+
+
+def test_a_training_in_a_thread_leaves_signals_alone() -> None:
+    """Only the main thread may handle them."""
+    before = [signal.getsignal(one) for one in STOP_SIGNALS]
+    seen: list[object] = []
+
+    def work() -> None:
+        with stop_requests() as is_asked, sigterm_as_interrupt():
+            seen.extend(signal.getsignal(one) for one in STOP_SIGNALS)
+            seen.append(is_asked())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [*before, False]
+
+
 # ------------------------------------------------------------------------------- the step
 
 
@@ -436,6 +461,14 @@ def test_a_nan_loss_is_written_as_null(tmp_path: Path) -> None:
     assert lines(tmp_path)[0]["loss"] is None
 
 
+def test_metrics_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, 0, tensorboard=False)
+    (tmp_path / METRICS).unlink(missing_ok=True)
+    (tmp_path / METRICS).mkdir()
+    with pytest.raises(InputError, match=f"{METRICS}: cannot be written, Is a directory"):
+        metrics.pace(Pace(1, 0.5, 0.1, 0.1, 1.0, 1.0), {})
+
+
 # ---------------------------------------------------------------------------- the command
 
 
@@ -586,6 +619,7 @@ def wrong_transcribe(trained: Path, folder: Path) -> list[tuple[list[object], st
     return [
         (["transcribe", trained, folder / "missing.wav"], "missing.wav: no such file"),
         (["transcribe", trained, noise], "noise.wav: cannot be read as audio"),
+        (["transcribe", trained, example, "--timestamps"], "this model has no time stamps; leave"),
         (["transcribe", trained, long], "long.wav: 10.0 s long, but the model takes at most "),
         (["transcribe", folder, example], f"{folder}: no config.json"),
         (["transcribe", broken, example], "broken/model.safetensors: is damaged, as its SHA-256"),
@@ -644,6 +678,7 @@ def wrong_train(trained: Path, folder: Path) -> list[tuple[list[object], str]]:
         ),
         (["--translate"], "translate must be given with data"),
         (["--language", "fr"], "language must be one of en, de, es, got 'fr'"),
+        (["--language", "klingon"], "language must be one of en, de, es, got 'klingon'"),
         (
             ["--model", "openai/whisper-small"],
             (
@@ -741,6 +776,25 @@ def test_hints_name_the_program_as_it_was_called(
     monkeypatch.setattr(sys, "argv", ["/env/lib/maxfactor_speech/__main__.py"])
     python = "python" if found else shlex.quote(sys.executable)
     assert cli._command() == f"{python} -m maxfactor_speech"
+
+
+def test_a_sharded_training_is_continued_with_its_launcher() -> None:
+    assert cli._launcher(None, 1).endswith(" train")
+    assert cli._launcher("fsdp", 3) == (
+        "torchrun --nproc-per-node 3 -m maxfactor_speech train --shard fsdp"
+    )
+
+
+def test_the_command_says_that_it_ended_early(cache: Path, tmp_path: Path) -> None:
+    """With so small a rate nothing improves."""
+    result = run(
+        "train", "--optimizer", "adamw", "--lr", "1e-30", "--steps", "9", "--batch-size", "2",
+        "--utterances", "12", "--validation-utterances", "2", "--evaluate-every", "1",
+        "--patience", "1", "--out", tmp_path / "out", "--cache", cache, "--workers", "1",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert " after 2 steps, " in result.output
+    assert "ended early: no improvement in 1 evaluations" in result.output
 
 
 def test_the_bar_shows_the_last_error_rate() -> None:

@@ -136,6 +136,17 @@ def test_errors_change_nothing() -> None:
     step(model[:6], optimizer)
 
 
+def test_without_groups_of_the_recipe_its_own_rate_is_taken() -> None:
+    """There is nothing whose rate a schedule could have changed."""
+    model = model_of()
+    optimizer = for_model(model, "lean")
+    expected = {group["kind"]: group["lr"] for group in optimizer.param_groups}
+    optimizer.param_groups.clear()
+    optimizer.state.clear()
+    optimizer.add_module(model)
+    assert {group["kind"]: group["lr"] for group in optimizer.param_groups} == expected
+
+
 def test_new_layers_of_the_model() -> None:
     model = model_of()
     optimizer = for_model(model, "lean")

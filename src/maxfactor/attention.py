@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 
-from maxfactor.checks import check_count, check_whole
+from maxfactor.checks import check_count
 
 if TYPE_CHECKING:
     from maxfactor.settings import Blocks, BlockSide
@@ -42,7 +42,7 @@ def head_blocks(model: nn.Module, heads_per_block: int) -> dict[Tensor, Blocks]:
     A block has `heads_per_block` heads, or the next smaller number that divides those of the
     matrix. A matrix that would be one block is not cut.
     """
-    most = check_count("heads_per_block", check_whole("heads_per_block", heads_per_block), 1)
+    most = check_count("heads_per_block", heads_per_block, 1)
     known = [each for module in model.modules() for each in projections(module)]
     if not known:
         raise ValueError(

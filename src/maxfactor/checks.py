@@ -77,10 +77,9 @@ def check_whole(name: str, value: object) -> int:
 
 
 def check_count(name: str, value: object, low: int, high: int | None = None) -> int:
-    """Return `value` if it is a whole number of at least `low` and at most `high`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number, got {value!r} ({type(value).__name__})")
-    if value < low or (high is not None and value > high):
+    """Return `value` as an int if it is a whole number of at least `low` and at most `high`."""
+    count = check_whole(name, value)
+    if count < low or (high is not None and count > high):
         bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise ValueError(f"{name} must be {bounds}, got {value}")
-    return value
+        raise ValueError(f"{name} must be {bounds}, got {count}")
+    return count

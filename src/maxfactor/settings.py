@@ -200,8 +200,8 @@ class FAM:
                 f"FAM's beta_min must not exceed beta_max, got {self.beta_min} and {self.beta_max}"
             )
         for name, low, high in (("warmup", 0, None), ("bands", 1, BLOCK)):
-            whole = check_whole(f"FAM's {name}", getattr(self, name))
-            object.__setattr__(self, name, check_count(f"FAM's {name}", whole, low, high))
+            count = check_count(f"FAM's {name}", getattr(self, name), low, high)
+            object.__setattr__(self, name, count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -645,7 +645,6 @@ def check_blocks(value: object) -> Blocks | None:
         raise ValueError(f"blocks must be None or a pair such as ('rows', 64), got {value!r}")
     side, size = cast("Sequence[object]", value)
     check_choice("the first entry of blocks", side, get_args(BlockSide))
-    size = check_whole("the second entry of blocks", size)
     return cast("BlockSide", side), check_count("the second entry of blocks", size, 1)
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from maxfactor.checks import check_count, check_whole
+from maxfactor.checks import check_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +50,7 @@ class Recording:
     def schedule(self, every: int | None) -> None:
         """Record the next step, then every `every`-th; None for the next alone, 0 for none."""
         if every is not None:
-            every = check_count("every", check_whole("every", every), 0)
+            every = check_count("every", every, 0)
         self._every, self._wait = every, None if every == 0 else 0
 
     @property
@@ -261,7 +261,7 @@ class Report(list[str]):
 
 def report_of(metrics: Metrics, k: int = 5) -> Report:
     """Name the parameters that stand out, at most `k` for each reason."""
-    k = check_count("k", check_whole("k", k), 1)
+    k = check_count("k", k, 1)
     rows = list(metrics.values())
     if metrics.skipped:
         return Report(_skipped_lines(rows, k))

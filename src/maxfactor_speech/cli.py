@@ -668,7 +668,3 @@ def _one_line_errors() -> Iterator[None]:
         if is_first() or isinstance(error, DeviceMemoryError):
             typer.echo(f"maxfactor: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(WRONG_INPUT) from error
-
-
-if __name__ == "__main__":
-    main()
