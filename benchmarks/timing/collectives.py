@@ -33,7 +33,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, ones
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import maxfactor
-from maxfactor.distributed.owner_exchange import balanced
+from maxfactor.distributed.owner_exchange import dealt
 from maxfactor.rule.newton_schulz import steps_at_a_time
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
@@ -197,7 +197,9 @@ def busiest(model: Mapping[str, Shape], contender: str, ranks: int) -> Busiest:
     matrices = [
         sorted(shape) for name, shape in model.items() if is_exchanged(name, shape, contender)
     ]
-    owners = balanced(tuple(short * short * long for short, long in matrices), ranks)
+    costs = tuple(short * short * long for short, long in matrices)
+    sizes = tuple(short * long for short, long in matrices)
+    owners = [owner for _, owner in dealt(costs, sizes, ranks)]
     entries, products = Counter[int](), Counter[int]()
     for owner, (short, long) in zip(owners, matrices, strict=True):
         entries[owner] += short * long
