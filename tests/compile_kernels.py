@@ -136,7 +136,12 @@ def compile_shards() -> None:
     def shard(*shape: int) -> DTensor:
         return DTensor.from_local(torch.randn(shape), mesh, [Shard(0)], run_check=False)
 
-    for settings in (maxfactor.recipe("published-1.0"), {"momentum": {"beta_max": 0.9}}):
+    orthogonal = {"momentum": 0.9, "direction": "orthogonal"}
+    for settings in (
+        maxfactor.recipe("published-1.0"),
+        {"momentum": {"beta_max": 0.9}},
+        orthogonal,
+    ):
         params = [nn.Parameter(shard(48, 65)), nn.Parameter(shard(33))]
         optimizer = maxfactor.MaxFactor(params, fused=True, **settings)
         for param in params:

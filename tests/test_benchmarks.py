@@ -43,7 +43,14 @@ from studies.summary import (
     usable_range,
 )
 from studies.training import Training, perform, prepare_speech
-from timing import gpu_busy, newton_schulz, small_memory, telemetry, training_step
+from timing import (
+    gpu_busy,
+    newton_schulz,
+    sharded_step,
+    small_memory,
+    telemetry,
+    training_step,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -213,6 +220,15 @@ def test_small_memory(tmp_path: Path) -> None:
     assert row["plain"]["ms_per_step"] > 0.0
     assert row["ratio"] > 0.0
     assert row["largest"] == 2
+    check_publishable(out.read_text(), tmp_path)
+
+
+def test_sharded_step(tmp_path: Path) -> None:
+    out = tmp_path / "sharded.json"
+    sharded_step.main(["--quick", "--ranks", "1", "2", "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["ranks"] for row in rows] == [0, 1, 2]
+    assert all(row["wall_ms"] > 0.0 for row in rows)
     check_publishable(out.read_text(), tmp_path)
 
 

@@ -63,11 +63,6 @@ def shard_obstacle(inputs: Sequence[StepInput]) -> str | None:
     for each in inputs:
         if not (is_sharded(each.param) and shards_of(each.param)):
             continue
-        if each.rule.is_orthogonal:
-            return (
-                f"parameter {each.name!r} is sharded over several ranks, and its orthogonal "
-                "direction needs the whole matrix; set fused=False"
-            )
         if each.rule.is_stochastic(each.param.dtype) and is_scattered(each):
             return (
                 f"parameter {each.name!r} {tuple(each.param.shape)} is placed as "

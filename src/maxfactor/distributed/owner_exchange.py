@@ -1,8 +1,8 @@
-"""Orthogonalises sharded matrices: each is gathered on its owner rank and scattered back.
+"""Gathers sharded matrices on owner ranks, where they are orthogonalised, and scatters them back.
 
 There are two all-to-alls for each process group that shards a matrix, one to the owners and one
-back, for all matrices together. A matrix that several groups shard is gathered over one group after
-the other. Every rank computes the whole plan from global shapes, so no sizes are sent.
+back, for all matrices of a round. A matrix that several groups shard is gathered over one group
+after the other. Every rank computes the whole plan from global shapes, so no sizes are sent.
 
 Matrices are assigned to owner ranks so that the cost is balanced. Replicas (HSDP, or a mesh
 dimension that does not shard a matrix) assign owners among themselves and get the same bits.
@@ -15,7 +15,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from maxfactor.distributed.placement import is_sharded, is_strided, local, shards_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -46,9 +46,9 @@ class Cut:
 
 
 class ExchangedMatrix:
-    """The part of a matrix on this rank, on its way to the owner and back.
+    """A sharded matrix, and how it is put together.
 
-    `value` is None until it is set, and while other ranks hold the matrix.
+    `value` is the shard of this rank. It is None until it is set.
     """
 
     def __init__(
@@ -58,11 +58,9 @@ class ExchangedMatrix:
         self.block = block
         self.shape, self.layout, self.device = tuple(param.shape), layout, param.device
         self.cuts = cuts_of(param)
-        self.owner: Shape = ()  # the owner's rank in the group of each cut
         self.shapes = [tuple(local(param).shape)]  # local, and after each cut is undone
         for cut in self.cuts:
             self.shapes.append(resized(self.shapes[-1], cut.dim, sum(cut.sizes)))
-        self.undone = 0
 
     @property
     def groups(self) -> tuple[ProcessGroup, ...]:
@@ -70,23 +68,20 @@ class ExchangedMatrix:
         return tuple(cut.group for cut in self.cuts)
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """What matrices have in common that travel together."""
+        cuts = tuple((cut.dim, cut.sizes) for cut in self.cuts)
+        return self.shape, self.layout.matrix, self.block, cuts
+
+    @property
     def cost(self) -> int:
         """Multiplications of X Xᵀ, over all matrices of a batch, or all blocks."""
         return math.prod(self.shape) * min(self.block or self.layout.matrix[-2:])
 
-    def whole(self) -> Tensor:
-        """Return the gathered tensor; assert that it exists."""
+    def shard(self) -> Tensor:
+        """Return the shard of this rank; assert that it exists."""
         assert self.value is not None
         return self.value
-
-    def is_next(self, group: ProcessGroup) -> bool:
-        """Whether the next cut to undo is over this group."""
-        return self.undone < len(self.cuts) and self.cuts[self.undone].group is group
-
-    def is_here(self, step: int) -> bool:
-        """Whether this rank takes part in undoing cut `step`: it owns all earlier cuts."""
-        before = zip(self.cuts[:step], self.owner[:step], strict=True)
-        return all(cut.rank == owner for cut, owner in before)
 
 
 def orthogonalize_by_owners_(
@@ -94,38 +89,27 @@ def orthogonalize_by_owners_(
     orthogonal: Callable[[Tensor, tuple[int, int] | None], Tensor],
 ) -> None:
     """Replace each part by its shard of `orthogonal` of the whole matrix, cut into its blocks."""
-    assign_owners(parts)
-    journey = gather(parts)
-    here = [part for part in parts if part.value is not None]
-    for batch in batches(here):
-        matrices = [part.whole().reshape(part.layout.matrix) for part in batch]
-        block = batch[0].block
-        if len(batch) > 1:
-            moves = list(orthogonal(torch.stack(matrices), block))
-        else:
-            moves = [orthogonal(matrices[0], block)]
-        for part, move in zip(batch, moves, strict=True):
-            part.value = move.reshape(part.shape)
-    for group, travellers, steps in reversed(journey):
-        send_back(travellers, steps, group)
+    for exchange in exchanges(dict(enumerate(parts))):
+        dtype = WIRE.get(parts[0].device.type, torch.float32)
+        shards = torch.empty(exchange.shard_elements, dtype=dtype, device=parts[0].device)
+        for index, start in exchange.starts:
+            part = parts[index]
+            shards[start : start + part.shard().numel()] = part.shard().flatten()
+            part.value = None
+        whole = exchange.gather(shards)
+        for bundle, run in exchange.owned:
+            matrix, size = bundle.first.layout.matrix, max(1, math.prod(bundle.first.shape))
+            for tensors in run.of(whole).split(max(1, BATCH // size)):
+                y = tensors.to(torch.float32).reshape(-1, *matrix[-2:])
+                tensors.copy_(orthogonal(y, bundle.first.block).reshape(tensors.shape))
+        exchange.scatter(whole, shards)
+        for index, start in exchange.starts:
+            shape = parts[index].shapes[0]
+            shard = shards[start : start + math.prod(shape)].view(shape)
+            parts[index].value = shard.to(torch.float32)
 
 
-def batches(parts: Sequence[ExchangedMatrix]) -> list[list[ExchangedMatrix]]:
-    """Batch matrices of one shape and one size of blocks, up to `BATCH` elements.
-
-    Only those that the same groups shard: replicas have the same batches and get the same bits.
-    """
-    alike: dict[object, list[list[ExchangedMatrix]]] = defaultdict(list)
-    for part in parts:
-        found = alike[part.layout.matrix, part.block, part.groups]
-        most = max(1, BATCH // max(1, math.prod(part.shape)))
-        if not found or len(found[-1]) == most or len(part.layout.matrix) > 2:
-            found.append([])
-        found[-1].append(part)
-    return [batch for found in alike.values() for batch in found]
-
-
-# ------------------------------------------------------------------------------------- the plan
+# -------------------------------------------------------------------------------------- the cuts
 
 
 def cuts_of(param: Tensor) -> list[Cut]:
@@ -169,32 +153,85 @@ def resized(shape: Shape, dim: int, size: int) -> Shape:
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-def assign_owners(parts: Sequence[ExchangedMatrix]) -> None:
-    """Assign an owner to each matrix, as its rank in the group of each cut."""
-    alike: dict[tuple[ProcessGroup, ...], list[ExchangedMatrix]] = defaultdict(list)
-    for part in parts:
-        alike[part.groups].append(part)
-    for same in alike.values():
-        counts = [len(cut.sizes) for cut in same[0].cuts]
-        owners = balanced(tuple(part.cost for part in same), math.prod(counts))
-        for part, owner in zip(same, owners, strict=True):
-            part.owner = coordinates(owner, counts)
+# ------------------------------------------------------------------------------------ the owners
+
+
+class Bundle(NamedTuple):
+    """Matrices of one kind and one owner, which travel together."""
+
+    owner: Shape  # its rank in the group of each cut
+    first: ExchangedMatrix  # all are of its kind
+    members: list[int]  # which they are
+
+    def is_here(self, step: int) -> bool:
+        """Whether this rank takes part in undoing cut `step`: it owns all earlier cuts."""
+        before = zip(self.first.cuts[:step], self.owner[:step], strict=True)
+        return all(cut.rank == owner for cut, owner in before)
+
+
+def exchanges(
+    parts: Mapping[int, ExchangedMatrix], *, most: float = math.inf, grain: int = 1
+) -> list[Exchange]:
+    """Assign an owner to each matrix; the rounds in which they are exchanged.
+
+    Args:
+        parts: The matrices by their index, the same on all ranks.
+        most: Elements that a rank gathers in a round, unless a single matrix has more.
+        grain: Bundles begin at multiples of it.
+    """
+    alike: dict[tuple[ProcessGroup, ...], list[int]] = defaultdict(list)
+    for index, part in parts.items():
+        alike[part.groups].append(index)
+    return [
+        Exchange(bundles, grain)
+        for same in alike.values()
+        for bundles in rounds_of(parts, same, most)
+    ]
+
+
+def rounds_of(
+    parts: Mapping[int, ExchangedMatrix], same: Sequence[int], most: float
+) -> list[list[Bundle]]:
+    """The bundles of each round of matrices that the same groups shard, in the order of owners."""
+    counts = [len(cut.sizes) for cut in parts[same[0]].cuts]
+    costs = tuple(parts[index].cost for index in same)
+    sizes = tuple(math.prod(parts[index].shape) for index in same)
+    rounds: list[dict[object, Bundle]] = []
+    for index, (number, owner) in zip(
+        same, dealt(costs, sizes, math.prod(counts), most), strict=True
+    ):
+        rounds += [{} for _ in range(len(rounds), number + 1)]
+        place, part = coordinates(owner, counts), parts[index]
+        bundle = rounds[number].setdefault((place, part.kind), Bundle(place, part, []))
+        bundle.members.append(index)
+    return [sorted(bundles.values(), key=lambda each: each.owner) for bundles in rounds]
 
 
 @lru_cache(maxsize=64)
-def balanced(costs: tuple[int, ...], ranks: int) -> Shape:
-    """A rank for each cost: the largest cost first, to the rank with the smallest load.
+def dealt(
+    costs: Shape, sizes: Shape, ranks: int, most: float = math.inf
+) -> tuple[tuple[int, int], ...]:
+    """A round and a rank for each matrix: the largest cost first, to the rank with least to do.
+
+    A round is over when that rank would get more than `most` elements.
 
     Example:
-        >>> balanced((4, 9, 5, 1), 2)
-        (1, 0, 1, 0)
+        >>> dealt((4, 9, 5, 1), (2, 3, 2, 1), 2)
+        ((0, 1), (0, 0), (0, 1), (0, 0))
+        >>> dealt((4, 9, 5, 1), (2, 3, 2, 1), 2, most=3)
+        ((1, 0), (0, 0), (0, 1), (1, 1))
     """
-    load = [(0, rank) for rank in range(ranks)]  # is a heap
-    owners = [0] * len(costs)
+    found, number = [(0, 0)] * len(costs), 0
+    load, held = [(0, rank) for rank in range(ranks)], [0] * ranks  # the load is a heap
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        busy, owners[index] = load[0]
-        heapq.heapreplace(load, (busy + costs[index], owners[index]))
-    return tuple(owners)
+        rank = load[0][1]
+        if held[rank] and held[rank] + sizes[index] > most:
+            number, rank = number + 1, 0
+            load, held = [(0, rank) for rank in range(ranks)], [0] * ranks
+        found[index] = number, rank
+        held[rank] += sizes[index]
+        heapq.heapreplace(load, (load[0][0] + costs[index], rank))
+    return tuple(found)
 
 
 def coordinates(index: int, counts: Sequence[int]) -> Shape:
@@ -206,86 +243,151 @@ def coordinates(index: int, counts: Sequence[int]) -> Shape:
     return tuple(reversed(found))
 
 
-# --------------------------------------------------------------------------------- the messages
+# ---------------------------------------------------------------------------------- the messages
 
 
-def gather(
-    parts: Sequence[ExchangedMatrix],
-) -> list[tuple[ProcessGroup, list[ExchangedMatrix], list[int]]]:
-    """Gather every matrix on its owner; return (group, parts, cut indices) of each exchange."""
-    groups = list(dict.fromkeys(group for part in parts for group in part.groups))
-    journey = []
-    while any(part.undone < len(part.cuts) for part in parts):
-        for group in groups:
-            travellers = [part for part in parts if part.is_next(group)]
-            if travellers:
-                steps = [part.undone for part in travellers]
-                send_on(travellers, steps, group)
-                journey.append((group, travellers, steps))
-    return journey
+class Run(NamedTuple):
+    """Tensors of one shape, one after the other in a buffer."""
+
+    start: int
+    number: int
+    shape: Shape
+    space: int  # elements until the next run begins
+
+    @property
+    def elements(self) -> int:
+        """Of all tensors."""
+        return self.number * math.prod(self.shape)
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """The tensors as one: (number, *shape)."""
+        flat = buffer[self.start : self.start + self.elements]
+        return flat.view(self.number, *self.shape)
 
 
-def send_on(parts: Sequence[ExchangedMatrix], steps: Sequence[int], group: ProcessGroup) -> None:
-    """Undo one cut of each matrix: the owner in the group gets all shards."""
-    ranks = len(parts[0].cuts[steps[0]].sizes)
-    outgoing: list[list[Tensor]] = [[] for _ in range(ranks)]
-    incoming: list[list[Shape]] = [[] for _ in range(ranks)]
-    kept = []
-    for part, step in zip(parts, steps, strict=True):
-        part.undone += 1
-        if not part.is_here(step):
-            continue
-        cut, owner = part.cuts[step], part.owner[step]
-        outgoing[owner].append(part.whole())
-        part.value = None
-        if owner == cut.rank:
-            kept.append((part, cut.dim))
-            for rank, size in enumerate(cut.sizes):
-                incoming[rank].append(resized(part.shapes[step], cut.dim, size))
-    got = exchanged(outgoing, incoming, group, parts[0].device)
-    for i, (part, dim) in enumerate(kept):
-        part.value = torch.cat([from_rank[i] for from_rank in got], dim=dim)
+def laid_out(
+    bundles: Sequence[Bundle], shapes: Sequence[Shape], grain: int, start: int = 0
+) -> list[Run]:
+    """A run for each bundle, whose tensors have these shapes."""
+    runs = []
+    for bundle, shape in zip(bundles, shapes, strict=True):
+        number = len(bundle.members)
+        space = -(-number * math.prod(shape) // grain) * grain
+        runs.append(Run(start, number, shape, space))
+        start += space
+    return runs
 
 
-def send_back(parts: Sequence[ExchangedMatrix], steps: Sequence[int], group: ProcessGroup) -> None:
-    """Undo `send_on`: scatter the matrices back to shards."""
-    ranks = len(parts[0].cuts[steps[0]].sizes)
-    outgoing: list[list[Tensor]] = [[] for _ in range(ranks)]
-    incoming: list[list[Shape]] = [[] for _ in range(ranks)]
-    expected: list[list[ExchangedMatrix]] = [[] for _ in range(ranks)]
-    for part, step in zip(parts, steps, strict=True):
-        if not part.is_here(step):
-            continue
-        cut, owner = part.cuts[step], part.owner[step]
-        if owner == cut.rank:
-            for pieces, piece in zip(outgoing, part.whole().split(cut.sizes, cut.dim), strict=True):
-                pieces.append(piece)
-        incoming[owner].append(part.shapes[step])
-        expected[owner].append(part)
-    got = exchanged(outgoing, incoming, group, parts[0].device)
-    for waiting, arrived in zip(expected, got, strict=True):
-        for part, value in zip(waiting, arrived, strict=True):
-            part.value = value
+class Move(NamedTuple):
+    """Where pieces from a rank belong."""
+
+    pieces: Run
+    whole: Run
+    dim: int  # of the tensor of a run
+    first: int  # index along it
+
+    def part_of(self, buffer: Tensor) -> Tensor:
+        """The part of whole tensors in `buffer` that the pieces are."""
+        size = self.pieces.shape[self.dim - 1]
+        return self.whole.of(buffer).narrow(self.dim, self.first, size)
 
 
-def exchanged(
-    outgoing: list[list[Tensor]],
-    incoming: list[list[Shape]],
-    group: ProcessGroup,
-    device: torch.device,
-) -> list[list[Tensor]]:
-    """One all-to-all: sends tensors to each rank; returns those from each rank by their shapes."""
-    import torch.distributed as dist
+class Stage:
+    """The exchange over one group, which undoes one cut of each matrix.
 
-    dtype = WIRE.get(device.type, torch.float32)
-    nothing = torch.empty(0, dtype=dtype, device=device)  # torch.cat needs a tensor
-    packed = torch.cat([nothing, *(x.reshape(-1).to(dtype) for each in outgoing for x in each)])
-    sent = [sum(x.numel() for x in to_rank) for to_rank in outgoing]
-    counts = [[math.prod(shape) for shape in from_rank] for from_rank in incoming]
-    received = [sum(each) for each in counts]
-    got = packed.new_empty(sum(received))
-    dist.all_to_all_single(got, packed, received, sent, group=group)
-    return [
-        [x.view(shape).float() for x, shape in zip(own.split(sizes), shapes, strict=True)]
-        for own, sizes, shapes in zip(got.split(received), counts, incoming, strict=True)
-    ]
+    Args:
+        bundles: All of the round, in the order of owners.
+        step: Which cut is undone.
+        grain: Bundles begin at multiples of it.
+    """
+
+    def __init__(self, bundles: Sequence[Bundle], step: int, grain: int) -> None:
+        cut = bundles[0].first.cuts[step]
+        self._group, ranks = cut.group, range(len(cut.sizes))
+        here = [bundle for bundle in bundles if bundle.is_here(step)]
+        kept = [bundle for bundle in here if bundle.owner[step] == cut.rank]
+        self.before = laid_out(here, [each.first.shapes[step] for each in here], grain)
+        self.after = laid_out(kept, [each.first.shapes[step + 1] for each in kept], grain)
+        self._sent, self._received = [0 for _ in ranks], [0 for _ in ranks]
+        for bundle, run in zip(here, self.before, strict=True):
+            self._sent[bundle.owner[step]] += run.space
+        self._moves: list[Move] = []
+        for rank in ranks:
+            cuts = [bundle.first.cuts[step] for bundle in kept]
+            own = zip(self.after, cuts, strict=True)
+            shapes = [resized(run.shape, each.dim, each.sizes[rank]) for run, each in own]
+            pieces = laid_out(kept, shapes, grain, sum(self._received))
+            self._received[rank] = sum(run.space for run in pieces)
+            self._moves += [
+                Move(piece, whole, 1 + each.dim, sum(each.sizes[:rank]))
+                for piece, whole, each in zip(pieces, self.after, cuts, strict=True)
+            ]
+
+    @property
+    def elements_before(self) -> int:
+        """Of the buffer of shards."""
+        return sum(self._sent)
+
+    @property
+    def elements_after(self) -> int:
+        """Of the buffer of what they are put together to."""
+        return sum(run.space for run in self.after)
+
+    def gather(self, shards: Tensor) -> Tensor:
+        """Send shards to their owners; put together those that arrive."""
+        pieces = shards.new_empty(sum(self._received))
+        self._send(shards, self._sent, pieces, self._received)
+        whole = shards.new_empty(self.elements_after)
+        for move in self._moves:
+            move.part_of(whole).copy_(move.pieces.of(pieces))
+        return whole
+
+    def scatter(self, whole: Tensor, shards: Tensor) -> None:
+        """Undo `gather`, into `shards`."""
+        pieces = whole.new_empty(sum(self._received))
+        for move in self._moves:
+            move.pieces.of(pieces).copy_(move.part_of(whole))
+        self._send(pieces, self._received, shards, self._sent)
+
+    def _send(self, given: Tensor, sent: list[int], got: Tensor, received: list[int]) -> None:
+        """One all-to-all, with as many elements to and from each rank as the lists say."""
+        import torch.distributed as dist
+
+        dist.all_to_all_single(got, given, received, sent, group=self._group)
+
+
+class Exchange:
+    """One round: the matrices that are gathered and scattered together.
+
+    Args:
+        bundles: In the order of owners.
+        grain: They begin at multiples of it.
+    """
+
+    def __init__(self, bundles: Sequence[Bundle], grain: int) -> None:
+        cuts = len(bundles[0].first.cuts)
+        self._stages = [Stage(bundles, step, grain) for step in range(cuts)]
+        owned = [bundle for bundle in bundles if bundle.is_here(cuts)]
+        self.owned = list(zip(owned, self._stages[-1].after, strict=True))
+        self.shard_elements = self._stages[0].elements_before
+        self.whole_elements = max(stage.elements_after for stage in self._stages)
+        # Each matrix, and where its shard begins in the buffer of shards.
+        self.starts = [
+            (index, run.start + i * math.prod(run.shape))
+            for bundle, run in zip(bundles, self._stages[0].before, strict=True)
+            for i, index in enumerate(bundle.members)
+        ]
+
+    def gather(self, shards: Tensor) -> Tensor:
+        """The matrices that this rank owns, at the places that `owned` says."""
+        for stage in self._stages:
+            shards = stage.gather(shards)
+        return shards
+
+    def scatter(self, whole: Tensor, shards: Tensor) -> None:
+        """Undo `gather`, into `shards`."""
+        for stage in reversed(self._stages[1:]):
+            before = whole.new_empty(stage.elements_before)
+            stage.scatter(whole, before)
+            whole = before
+        self._stages[0].scatter(whole, shards)

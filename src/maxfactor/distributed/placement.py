@@ -6,7 +6,7 @@ torch.distributed is imported only for DTensors, so it is already loaded then.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -57,9 +57,8 @@ def local_as(x: Tensor, like: Tensor) -> Tensor:
     found = local_tensor(x)
     if found is x:  # neither it nor its parameter is a DTensor
         return x
-    assert is_sharded(x)
-    assert is_sharded(like)
-    if x.placements != like.placements or x.device_mesh != like.device_mesh:
+    own, wanted = cast("DTensor", x), cast("DTensor", like)
+    if own.placements != wanted.placements or own.device_mesh != wanted.device_mesh:
         found = local_tensor(moved(x, like))
     # The result of a pending collective has no address yet.
     return found if type(found) is Tensor or not hasattr(found, "wait") else found.wait()

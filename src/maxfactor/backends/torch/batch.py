@@ -401,7 +401,7 @@ class Batch:
         if self.exchanged is None:
             move = orthogonal(y, self.orthogonal_block)
         else:
-            move = self.exchanged.whole().reshape(self.shape)
+            move = self.exchanged.shard().reshape(self.shape)
         self._write(rows, move.mul_(-alpha), keep)
 
     # --------------------------------------------------------------------------------- write

@@ -34,4 +34,4 @@ def borrowed_bytes(inputs: Sequence[StepInput]) -> tuple[int, int]:
     kept = sum(tensor.nbytes for tensor in (*buffers.partials, *buffers.results))
     tables = 8 * sum(map(len, plan.matrices)) + 12 * len(plan.tasks)  # int64, three int32
     tables += 4 * (plan.tile_count + sum(group.block_count for group in plan.groups))
-    return kept + tables, buffers.sign_bytes + orthogonal.borrowed_bytes
+    return kept + tables, buffers.sign_bytes + orthogonal.workspace.nbytes

@@ -66,7 +66,8 @@ class Inputs:
         self._flat = list(flat)
         active = {id(param) for param in self.owners}
         self._idle = [param for param in flat if id(param) not in active]
-        self._has_shards = any(map(is_sharded, self.owners))
+        self._sharded = list(filter(is_sharded, self.owners))
+        self._has_shards = bool(self._sharded)
         self._grad_types = [type(each.grad) for each in step_io]
         self._grad_dtypes = [key.grad_dtype for key in keys]
         self._aligned = [key.aligned for key in keys]
@@ -132,7 +133,7 @@ class Inputs:
         have_moved = (params_at, grads_at, orthogonal) != self._found
         self._found = params_at, grads_at, orthogonal
         if self._has_shards:
-            grads = self._placed_as_owners(list(map(GRAD, self.owners)))
+            grads = self._placed_as_owners(list(map(GRAD, self.owners)), grads)
         if not all(map(Tensor.is_contiguous, grads)):
             grads = [grad.contiguous() for grad in grads]
         if grads is not seen.grads:  # copies, which are elsewhere
@@ -155,9 +156,14 @@ class Inputs:
             addresses[i * width + Address.WEIGHT] = stand_in.data_ptr()
         return addresses
 
-    def _placed_as_owners(self, grads: list[Tensor]) -> list[Tensor]:
-        """What this rank holds of the gradients, each placed as its parameter."""
+    def _placed_as_owners(self, grads: list[Tensor], here: list[Tensor]) -> list[Tensor]:
+        """What this rank holds of the gradients, each placed as its parameter; `here` if all are.
+
+        `here` is what this rank holds of them as they are placed.
+        """
         found = list(map(local_as, grads, self.owners))
+        if all(map(operator.is_, found, here)):
+            return here
         for i, (grad, aligned) in enumerate(zip(found, self._aligned, strict=True)):
             if aligned and grad.data_ptr() & 15:  # it was redistributed after `fit`
                 found[i] = grad.clone()
@@ -166,7 +172,7 @@ class Inputs:
     def versions(self, params: list[Tensor]) -> list[int]:
         """Autograd's versions, which tell who else wrote the parameters."""
         # In-place operations on a DTensor do not change the version of its local tensor.
-        return list(map(VERSION, chain(params, self.owners if self._has_shards else [])))
+        return list(map(VERSION, chain(params, self._sharded)))
 
     def is_unchanged(self, versions: list[int]) -> bool:
         """Whether nobody wrote the parameters since the last step."""
@@ -180,7 +186,7 @@ class Inputs:
         if self._stand_ins:
             written = [p for i, p in enumerate(params) if i not in self._stand_ins]
         if self._has_shards:
-            written = [*written, *filter(is_sharded, self.owners)]
+            written = [*written, *self._sharded]
         increment_version(written)
         self._versions = [version + 1 for version in versions]
 

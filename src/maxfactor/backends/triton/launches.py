@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from maxfactor.backends.triton.kernels.descriptors import Partials, Results, Spec, Tables
     from maxfactor.backends.triton.orthogonal import Batch, Memory
     from maxfactor.backends.triton.plan import LaunchGroup, LaunchPlan, TileRange
+    from maxfactor.backends.triton.rounds import Segment
     from maxfactor.backends.triton.uploads import Uploads
-    from maxfactor.backends.triton.workspace import Formats
+    from maxfactor.backends.triton.workspace import Formats, Layout
 
 # Newer versions of Triton fuse a product and a sum into one rounding only if asked to.
 FUSION = {"enable_fp_fusion": True}
@@ -64,6 +65,7 @@ class GroupLaunches:
     ) -> None:
         self.group = group
         self._spec, self._batch_spec = group.spec(formats), group.batch_spec(formats)
+        self._shard_spec = group.batch_spec(formats, sharded=True)
         self._block_specs = {
             "rows": group.batch_spec(formats, rows=True),
             "columns": group.batch_spec(formats, columns=True),
@@ -120,8 +122,8 @@ class GroupLaunches:
             self._normalize_blocks(batch, memory)
             return
         normalize[(batch.tiles.number * self._batch_spec.parts,)](
-            tables, self._partials, self._results, batch.tiles.first, batch.shift, batch.norm,
-            spec=self._batch_spec, **TILE_OPTIONS,
+            tables, self._partials, self._results, batch.tiles.first, batch.layout.shift,
+            batch.layout.norm, spec=self._batch_spec, **TILE_OPTIONS,
         )  # fmt: skip
 
     def end_batch(
@@ -137,10 +139,12 @@ class GroupLaunches:
         self._apply(tables, signs, scaling, batch.tiles, self._spec_of(batch), measure=False)
         self._add_parts(batch.tiles, measure=False)
 
-    def measure_batch(self, tables: Tables, signs: Tensor, scaling: Scaling, batch: Batch) -> None:
+    def measure_batch(
+        self, tables: Tables, signs: Tensor, scaling: Scaling, tiles: TileRange
+    ) -> None:
         """Sums of squares of weights."""
-        self._apply(tables, signs, scaling, batch.tiles, self._batch_spec, measure=True)
-        self._add_parts(batch.tiles, measure=True)
+        self._apply(tables, signs, scaling, tiles, self._batch_spec, measure=True)
+        self._add_parts(tiles, measure=True)
 
     def _spec_of(self, batch: Batch) -> Spec:
         """What the kernels of a batch are compiled for."""
@@ -152,7 +156,7 @@ class GroupLaunches:
         size = batch.layout.m * batch.layout.n
         normalize_blocks[(batch.layout.matrices * ceil_div(size, Size.BLOCK_CHUNK),)](
             memory.y, memory.x, self._partials.block_squares, self._results.counters,
-            size, batch.norm, num_warps=BLOCK_WARPS, **FUSION,
+            size, batch.layout.norm, num_warps=BLOCK_WARPS, **FUSION,
         )  # fmt: skip
 
     def _measure_blocks(self, batch: Batch, blocks: Tensor, unit: float) -> None:
@@ -161,6 +165,28 @@ class GroupLaunches:
             blocks, self._partials.block_squares, self._results.counters,
             batch.layout.m * batch.layout.n, unit, num_warps=BLOCK_WARPS, **FUSION,
         )  # fmt: skip
+
+    # --------------------------------------------------------------- shards of a round
+
+    def begin_shards(
+        self, tables: Tables, signs: Tensor, scaling: Scaling, segment: Segment
+    ) -> None:
+        """Write the shards of what is orthogonalised."""
+        own = self._with_sums_of(segment)
+        own._with_momentum(tables, signs, scaling, segment.tiles, self._shard_spec)
+
+    def end_shards(self, tables: Tables, signs: Tensor, scaling: Scaling, segment: Segment) -> None:
+        """Write the weights, from the shards that the owners returned."""
+        own = self._with_sums_of(segment)
+        own._apply(tables, signs, scaling, segment.tiles, self._shard_spec, measure=False)
+        own._add_parts(segment.tiles, measure=False)
+
+    def _with_sums_of(self, segment: Segment) -> GroupLaunches:
+        """The same launches, with the part of `batch_sums` that a segment of a round has."""
+        other = copy(self)
+        sums = self._partials.batch_sums[segment.first_tile * self._shard_spec.parts :]
+        other._partials = self._partials._replace(batch_sums=sums)
+        return other
 
     # ------------------------------------------------------------------------ single launches
 
@@ -193,6 +219,28 @@ class GroupLaunches:
             self._partials, self._results, tiles.first, tiles.number, int(measure),
             PARTS=self._batch_spec.parts,
         )  # fmt: skip
+
+
+def launch_normalize(
+    source: Tensor, target: Tensor, form: Layout, norm: float, counters: Tensor
+) -> None:
+    """Write matrices with the Frobenius norm `norm`; zeros if the step is skipped.
+
+    Args:
+        source: The matrices, each contiguous.
+        target: Where they are written, in its dtype; may be the same memory.
+        form: Their number and sizes.
+        norm: The norm that each of them gets; a zero matrix stays zero.
+        counters: `Results.counters`.
+    """
+    squares = torch.empty(form.matrices * form.m, dtype=torch.float32, device=source.device)
+    options: dict[str, Any] = {"num_warps": BLOCK_WARPS, **FUSION}
+    # Row by row: a single program would take long for a whole matrix.
+    measure_blocks[(len(squares),)](source, squares, counters, form.n, RANGE.value, **options)
+    squares, size = squares.view(form.matrices, form.m).sum(dim=1), form.m * form.n
+    normalize_blocks[(form.matrices * ceil_div(size, Size.BLOCK_CHUNK),)](
+        source, target, squares, counters, size, norm, **options
+    )
 
 
 def launch_finalize(tables: Tables, partials: Partials, results: Results, scaling: Scaling) -> None:

@@ -44,6 +44,7 @@ class LocalParameter:
     state: State
     whole: Shape
     first: Shape  # index in the whole parameter of the first local element
+    is_cut: bool  # several ranks have shards of it
 
     @property
     def numel(self) -> int:
@@ -103,9 +104,10 @@ def local_parameter(step_io: StepInput) -> LocalParameter:
     state = {key: local(value) for key, value in step_io.state.items()}
     whole = tuple(param.shape)
     first = (0,) * len(whole)
-    if shards_of(param) and rule.is_stochastic(param.dtype):
+    is_cut = bool(shards_of(param))
+    if is_cut and rule.is_stochastic(param.dtype):
         first = first_index(param)
     grad = local_tensor(step_io.grad)
     return LocalParameter(
-        local_tensor(param), grad, rule, step_io.group, step_io.window, state, whole, first
+        local_tensor(param), grad, rule, step_io.group, step_io.window, state, whole, first, is_cut
     )

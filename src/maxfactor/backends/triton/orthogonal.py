@@ -22,7 +22,6 @@ from maxfactor.backends.triton.workspace import (
     Layout,
     batch_sizes,
     layout,
-    norm_of,
 )
 from maxfactor.rule.newton_schulz import COEFFICIENTS
 
@@ -62,16 +61,41 @@ class Batch(NamedTuple):
     layout: Layout
     side: BlockSide | None = None  # along which its matrices are cut into blocks
 
-    @property
-    def shift(self) -> int:
-        """How many bytes behind y the iteration begins, so that it ends where y was."""
-        is_odd = len(self.layout.steps) % 2 == 1
-        return self.layout.matrix_space * self.layout.dtype.itemsize if is_odd else 0
 
-    @property
-    def norm(self) -> float:
-        """The norm that X has at first."""
-        return norm_of(self.layout.short)
+class Workspace:
+    """The memory in which batches are iterated, one after the other."""
+
+    def __init__(self, layouts: Sequence[Layout], formats: Formats, device: torch.device) -> None:
+        self.nbytes = max((each.nbytes for each in layouts), default=0)
+        self._formats, self._device = formats, device
+        self._buffer: Tensor | None = None
+
+    def allocate(self) -> int:
+        """Borrow the memory from torch; return its address, where y and the result are."""
+        elements = self.nbytes // self._formats.o.itemsize
+        self._buffer = torch.empty(elements, dtype=self._formats.o, device=self._device)
+        return self._buffer.data_ptr()
+
+    def memory_of(self, form: Layout) -> Memory:
+        """Where the matrices of a batch are before, at the begin and after the iteration."""
+        assert self._buffer is not None
+        used = form.matrices * form.m * form.n
+        o, other = (self._buffer[first : first + used] for first in (0, form.matrix_space))
+        return Memory(o.view(self._formats.y), other if form.shift else o, o)
+
+    def iterate(self, form: Layout) -> None:
+        """Orthogonalise x, which has its norm; the result is where y was."""
+        assert self._buffer is not None
+        sizes = [form.matrix_space] * 2 + [form.square_space] * form.squares
+        used = self._buffer[: sum(sizes)].split(sizes)
+        o, other = (view_as(each, form.matrices, form.m, form.n) for each in used[:2])
+        squares = [view_as(each, form.matrices, form.short, form.short) for each in used[2:]]
+        x, spare = (other, o) if form.shift else (o, other)
+        newton_schulz(x, spare, squares, form, form.norm)
+
+    def release(self) -> None:
+        """Return the memory to torch."""
+        self._buffer = None
 
 
 class OrthogonalBatches:
@@ -89,14 +113,15 @@ class OrthogonalBatches:
         plan: LaunchPlan,
         formats: Formats | None = None,
     ) -> None:
-        self.device = params[0].param.device
-        self.formats = formats or (ON_DEVICE if self.device.type == "cuda" else INTERPRETED)
+        device = params[0].param.device
+        self.formats = formats or (ON_DEVICE if device.type == "cuda" else INTERPRETED)
         self.batches = list(self._batches(params, keys, plan))
-        self.borrowed_bytes = max((each.layout.nbytes for each in self.batches), default=0)
+        layouts = [each.layout for each in self.batches]
+        self.workspace = Workspace(layouts, self.formats, device)
+        self.tiles = [(each.key, each.tiles) for each in self.batches]
         self.most_tiles = max((each.tiles.number for each in self.batches), default=0)
         blocked = [each.layout.matrices for each in self.batches if each.side is not None]
         self.most_blocks = max(blocked, default=0)
-        self._buffer: Tensor | None = None
 
     def _batches(
         self, params: Sequence[LocalParameter], keys: Sequence[LaunchKey], plan: LaunchPlan
@@ -128,43 +153,17 @@ class OrthogonalBatches:
         addresses = [0] * tensors
         if not self.batches:
             return addresses
-        itemsize = self.formats.o.itemsize
-        elements = self.borrowed_bytes // itemsize
-        self._buffer = torch.empty(elements, dtype=self.formats.o, device=self.device)
-        start = self._buffer.data_ptr()
+        start, itemsize = self.workspace.allocate(), self.formats.o.itemsize
         for batch in self.batches:
             size = batch.layout.matrices // len(batch.owners) * batch.layout.m * batch.layout.n
             end = start + len(batch.owners) * size * itemsize
             addresses[batch.owners.start : batch.owners.stop] = range(start, end, size * itemsize)
         return addresses
 
-    def memory_of(self, batch: Batch) -> Memory:
-        """Where the matrices of a batch are before, at the begin and after the iteration."""
-        assert self._buffer is not None
-        form = batch.layout
-        used = form.matrices * form.m * form.n
-        o, other = (self._buffer[first : first + used] for first in (0, form.matrix_space))
-        return Memory(o.view(self.formats.y), other if batch.shift else o, o)
-
-    def iterate(self, batch: Batch) -> None:
-        """Orthogonalise what `normalize` wrote; the result is where y was."""
-        assert self._buffer is not None
-        form = batch.layout
-        sizes = [form.matrix_space] * 2 + [form.square_space] * form.squares
-        used = self._buffer[: sum(sizes)].split(sizes)
-        o, other = (view_as(each, form.matrices, form.m, form.n) for each in used[:2])
-        squares = [view_as(each, form.matrices, form.short, form.short) for each in used[2:]]
-        x, spare = (other, o) if batch.shift else (o, other)
-        newton_schulz(x, spare, squares, form, batch.norm)
-
-    def release(self) -> None:
-        """Return the memory to torch."""
-        self._buffer = None
-
 
 def is_orthogonal(param: LocalParameter) -> bool:
-    """Whether a tensor has an orthogonal direction here."""
-    return bool(param.param.numel() and param.flags & Flag.ORTHOGONAL)
+    """Whether a tensor is orthogonalised by this rank alone."""
+    return bool(param.numel and param.flags & Flag.ORTHOGONAL and not param.is_cut)
 
 
 def matrices_of(param: LocalParameter) -> Matrices:

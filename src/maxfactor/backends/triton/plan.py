@@ -6,6 +6,7 @@ It is made once for a list of tensors and holds for as long as they stay the sam
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from maxfactor.backends.triton.kernels.layout import (
 from maxfactor.backends.triton.settings_rows import is_direct, is_general, store_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -94,15 +95,23 @@ class LaunchGroup:
         """Pieces that `apply` prefetches."""
         return APPLY_STAGES_GENERAL if self.general else APPLY_STAGES_SIGNED
 
-    def batch_spec(self, formats: Formats, *, rows: bool = False, columns: bool = False) -> Spec:
+    def batch_spec(
+        self,
+        formats: Formats,
+        *,
+        rows: bool = False,
+        columns: bool = False,
+        sharded: bool = False,
+    ) -> Spec:
         """What the kernels are compiled for in batches of orthogonal matrices.
 
-        With `rows` or `columns`, of matrices that are cut into blocks of them.
+        With `rows` or `columns`, of matrices that are cut into blocks of them; with `sharded`, of
+        shards of matrices.
         """
         spec = self.spec(formats)
         # Neither signs nor maxima are needed, and settings refuse a full variance.
         spec = spec._replace(general=True, peaks=False, dense=False)
-        spec = spec._replace(row_blocks=rows, col_blocks=columns)
+        spec = spec._replace(row_blocks=rows, col_blocks=columns, sharded=sharded)
         return spec._replace(orthogonal=True, parts=int(Size.PARTS))
 
     def spec(self, formats: Formats) -> Spec:
@@ -297,13 +306,18 @@ def keys_of(params: Sequence[LocalParameter]) -> list[LaunchKey]:
     return keys
 
 
-def launch_order(params: Sequence[LocalParameter], keys: Sequence[LaunchKey]) -> list[int]:
-    """The order of tensors in the plan: their indices."""
+def launch_order(
+    params: Sequence[LocalParameter],
+    keys: Sequence[LaunchKey],
+    round_of: Mapping[int, int] = MappingProxyType({}),
+) -> list[int]:
+    """The order of tensors in the plan: their indices. Those of a round are side by side."""
 
     def place(index: int) -> tuple[object, ...]:
         param = params[index]
         is_last = bool(param.flags & Flag.ORTHOGONAL)
-        return str(keys[index]), is_last, param.matrices[:1] if is_last else [], len(param.matrices)
+        shape = param.matrices[:1] if is_last else []
+        return str(keys[index]), is_last, round_of.get(index, -1), shape, len(param.matrices)
 
     return sorted(range(len(params)), key=lambda index: (*place(index), index))
 

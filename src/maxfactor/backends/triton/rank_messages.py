@@ -70,7 +70,8 @@ class RankMessages:
         self.sums.add(everywhere, range(weights, weights + len(Square)))
         if flags & Flag.WITH_MOMENTUM:
             self.sums.add(everywhere, range(gradients, gradients + GradientSum.UNUSED))
-        self.max_updates.add(everywhere, range(owner, owner + 1))
+        if not flags & Flag.ORTHOGONAL:
+            self.max_updates.add(everywhere, range(owner, owner + 1))
         updates = range(owner * len(UpdateSum), (owner + 1) * len(UpdateSum))
         if flags & Flag.ADAPTIVE:
             self.update_sums.add(everywhere, updates[UpdateSum.XM : UpdateSum.YY])
@@ -92,7 +93,7 @@ class RankMessages:
         down = groups_over(param, [d for d in dims if d not in layout.col_dims])
         rows, own = self._rows_of(owner), self._plan.matrices_of(owner)
         flags = rows[0][Column.FLAGS]
-        if flags & Flag.SIGN:
+        if flags & Flag.SIGN and not flags & Flag.ORTHOGONAL:
             self.max_by_row.add(across, *spans(rows, Column.ROW_SPACE, Column.ROWS))
         if flags & Flag.DENSE:
             return

@@ -22,19 +22,19 @@ from maxfactor.backends.triton.orthogonal import OrthogonalBatches
 from maxfactor.backends.triton.plan import LaunchPlan, keys_of, launch_order, repeat_values
 from maxfactor.backends.triton.rank_totals import RankTotals
 from maxfactor.backends.triton.record import Recorder
+from maxfactor.backends.triton.rounds import OrthogonalRounds, exchanges_of
 from maxfactor.backends.triton.settings_rows import fixed_settings
 from maxfactor.backends.triton.status import StepStatus
 from maxfactor.backends.triton.uploads import Uploads, is_capturing, on_device
 from maxfactor.distributed.reductions import process_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
     from maxfactor.backends.step_io import GroupStep, StepInput
     from maxfactor.backends.triton.inputs import Seen
-    from maxfactor.backends.triton.orthogonal import Batch
 
 
 class FusedStep:
@@ -65,7 +65,9 @@ class FusedStep:
         others = [local_parameter(each) for each in idle]
         all_keys = keys_of([*params, *others])
         keys, idle_keys = all_keys[: len(params)], all_keys[len(params) :]
-        order = launch_order(params, keys)
+        exchanges = exchanges_of(step_io)
+        round_of = {i: number for number, each in enumerate(exchanges) for i, _ in each.starts}
+        order = launch_order(params, keys, round_of)
         params, keys = [params[i] for i in order], [keys[i] for i in order]
         ordered = [step_io[i] for i in order]
         ranks = process_groups(each.param for each in step_io)
@@ -85,7 +87,10 @@ class FusedStep:
         names = [each.name for each in ordered]
         self.status = StepStatus(names, self._device, status, waits=bool(ranks))
         self._orthogonal = OrthogonalBatches(params, keys, plan)
-        most_tiles, most_blocks = self._orthogonal.most_tiles, self._orthogonal.most_blocks
+        formats = self._orthogonal.formats
+        self._rounds = OrthogonalRounds(exchanges, order, keys, plan, formats, self._device)
+        most_tiles = max(self._orthogonal.most_tiles, self._rounds.most_tiles)
+        most_blocks = self._orthogonal.most_blocks
         self._buffers = buffers = Buffers(plan, self.status, most_tiles, most_blocks)
         self._totals: LocalTotals | RankTotals = LocalTotals(plan, buffers)
         if ranks:
@@ -93,7 +98,6 @@ class FusedStep:
         self._addresses: list[int] = []
         self._tables = self._upload(plan)
         results = self._totals.results
-        formats = self._orthogonal.formats
         self._launches = [
             GroupLaunches(group, formats, buffers.partials, results, uploads)
             for group in plan.groups
@@ -118,7 +122,8 @@ class FusedStep:
     @property
     def borrowed_bytes(self) -> int:
         """What a step borrows from torch's allocator and returns: directions and sign bits."""
-        return self._orthogonal.borrowed_bytes + self._buffers.sign_bytes
+        orthogonal = self._orthogonal.workspace.nbytes + self._rounds.borrowed_bytes
+        return orthogonal + self._buffers.sign_bytes
 
     @property
     def skipped(self) -> int:
@@ -155,7 +160,7 @@ class FusedStep:
             self.status.raise_if_given_up()
         self.status.nonfinite_marks.zero_()  # a skipped step leaves its own
         self._group_tables.update_rates(groups)
-        orthogonal = self._orthogonal.allocate(len(self.owners))
+        orthogonal = self._rounds.allocate(self._orthogonal.allocate(len(self.owners)))
         gathered = self._inputs.gather(seen or self._inputs.look(), orthogonal)
         self._update_addresses(gathered.addresses)
         versions = self._inputs.versions(gathered.params)
@@ -173,7 +178,8 @@ class FusedStep:
         record = None if recorder is None else recorder.finish(self.owners)
         self._inputs.write_back(gathered.params, versions)
         del gathered, seen  # not before the launches that read the gradients
-        self._orthogonal.release()
+        self._orthogonal.workspace.release()
+        self._rounds.release()
         if nonfinite == "raise" and found_inf is None:
             self.status.raise_if_skipped()
         elif nonfinite != "ignore":
@@ -199,32 +205,35 @@ class FusedStep:
     ) -> None:
         """The launches of one step, in their order."""
         tables, signs = self._tables, self._buffers.sign_bits()
+        by_key = {each.group.key: each for each in launches}
         # Groups with tensors whose direction is not orthogonal; the batches have the others.
         some = [group for group in launches if group.group.other_tiles.number]
         if measure:
             for group in some:
                 group.measure(tables, signs, scaling)
-            for group, batch in self._batches(launches):
-                group.measure_batch(tables, signs, scaling, batch)
+            for key, tiles in (*self._orthogonal.tiles, *self._rounds.tiles):
+                by_key[key].measure_batch(tables, signs, scaling, tiles)
         for group in launches:
             group.statistics(tables, signs, scaling, check=check)
         self._totals.finalize(tables, scaling)
-        for group, batch in self._batches(launches):  # in the same memory, one after the other
-            memory = self._orthogonal.memory_of(batch)
+        for batch in self._orthogonal.batches:  # in the same memory, one after the other
+            group, workspace = by_key[batch.key], self._orthogonal.workspace
+            memory = workspace.memory_of(batch.layout)
             group.begin_batch(tables, signs, scaling, batch, memory)
-            self._orthogonal.iterate(batch)
+            workspace.iterate(batch.layout)
             group.end_batch(tables, signs, scaling, batch, memory)
+        for each in self._rounds.rounds:
+            for segment in each.segments:
+                by_key[segment.key].begin_shards(tables, signs, scaling, segment)
+            self._rounds.orthogonalize(each, self._buffers.results.counters)
+            for segment in each.segments:
+                by_key[segment.key].end_shards(tables, signs, scaling, segment)
         for group in some:
             group.direction(tables, signs, scaling)
         self._totals.rescale(tables)
         for group in some:
             if not group.group.key.direct:
                 group.apply(tables, signs, scaling)
-
-    def _batches(self, launches: Sequence[GroupLaunches]) -> Iterator[tuple[GroupLaunches, Batch]]:
-        """The batches of orthogonal matrices, each with the launches of its group."""
-        by_key = {each.group.key: each for each in launches}
-        return ((by_key[batch.key], batch) for batch in self._orthogonal.batches)
 
 
 def make_step(

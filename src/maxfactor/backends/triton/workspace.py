@@ -12,6 +12,7 @@ import torch
 from maxfactor.rule.newton_schulz import AT_A_TIME, WIDE
 
 BATCH_BYTES = 320 << 20  # at most borrowed for a batch, unless a single tensor needs more
+ROUND_ELEMENTS = 26 << 20  # at most gathered by a rank at a time, unless a tensor has more
 GRAIN = 64  # elements: matrices of a kind begin on 128 bytes at least
 
 # Steps that are merged into one product with a wide X. A = X Xᵀ holds squares of singular values:
@@ -76,6 +77,17 @@ class Layout(NamedTuple):
     def square_space(self) -> int:
         """Elements of all A of the batch."""
         return up_to_grain(self.matrices * self.short**2)
+
+    @property
+    def shift(self) -> int:
+        """How many bytes behind y the iteration begins, so that it ends where y was."""
+        is_odd = len(self.steps) % 2 == 1
+        return self.matrix_space * self.dtype.itemsize if is_odd else 0
+
+    @property
+    def norm(self) -> float:
+        """The norm that X has at first."""
+        return norm_of(self.short)
 
     @property
     def nbytes(self) -> int:

@@ -102,6 +102,7 @@ class Spec(NamedTuple):
     records: bool = False  # this is a recorded step
     row_blocks: bool = False  # blocks of rows are orthogonalised one by one
     col_blocks: bool = False  # blocks of columns
+    sharded: bool = False  # these are shards, and what the owners return has RMS 1
 
     @property
     def blocked(self) -> bool:

@@ -142,7 +142,7 @@ def apply(
     elif spec.orthogonal:
         pointer = address_of(tables.pointers, entry, ADDRESS.ORTHOGONAL, spec.o_dtype)
         scale = alpha
-        if not spec.blocked:
+        if not (spec.blocked or spec.sharded):
             scale *= inverse_rms(entry, partials.batch_sums, first_tile, m, n, spec.parts)
         total = move_by_direction(target, pointer, scale, grid, STAGES, spec)
     elif by_signs:
