@@ -99,6 +99,7 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     plain = {"RECIPES", "RecipeName", "__version__", "rule"}  # described in words
     named = {f"maxfactor.{name}" for name in set(maxfactor.__all__) - plain}
     named |= {f"maxfactor.integrations.huggingface.{n}" for n in ("ForModel", "MaxFactorCallback")}
+    named.add("maxfactor.integrations.lightning.MaxFactorCallback")
     shown = set(re.findall(r"^<!-- ::: (\S+) ", (DOCS / "reference.md").read_text(), re.M))
     assert named <= shown
     assert shown <= page.ids

@@ -85,7 +85,7 @@ def trainer_of(model: nn.Module, folder: Path, **changes: Any) -> Any:
         is_argument = name in transformers.TrainingArguments.__dataclass_fields__
         (arguments if is_argument else given)[name] = value
     chosen = transformers.TrainingArguments(str(folder), **arguments)
-    return transformers.Trainer(model, chosen, train_dataset=rows(), **given)
+    return transformers.Trainer(model, chosen, **({"train_dataset": rows()} | given))
 
 
 def weights(model: nn.Module) -> list[Tensor]:
@@ -177,35 +177,128 @@ def test_a_seq2seq_trainer_takes_it_as_an_attribute(tmp_path: Path) -> None:
     arguments = transformers.Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True)
     trainer = transformers.Seq2SeqTrainer(Net(), arguments, train_dataset=rows())
     trainer.optimizer_cls_and_kwargs = (ForModel, {"recipe": "fast"})
-    assert [group["kind"] for group in trainer.create_optimizer().param_groups] == list(KINDS)
+    with pytest.warns(UserWarning, match=r"max_grad_norm=1 .*; set max_grad_norm=0"):
+        optimizer = trainer.create_optimizer()
+    assert [group["kind"] for group in optimizer.param_groups] == list(KINDS)
 
 
 # ------------------------------------------------------------------ transformers: the callback
 
 
+class Probe(TrainerCallback):
+    """Notes after each step how old the recorded metrics are; -1 before there are any."""
+
+    def __init__(self) -> None:
+        self.ages: list[int] = []
+
+    def on_step_end(self, *_: Any, **kwargs: Any) -> None:
+        try:
+            self.ages.append(kwargs["optimizer"].optimizer.metrics().age)
+        except RuntimeError:
+            self.ages.append(-1)
+
+
 def test_step_sizes_are_in_the_logs(tmp_path: Path) -> None:
-    """Of the Trainer, and of callbacks that come later."""
+    """Of the Trainer, and of callbacks that came earlier."""
     seen: list[dict[str, float]] = []
 
     class Reporter(TrainerCallback):
         def on_log(self, *_: Any, **kwargs: Any) -> None:
             seen.append(dict(kwargs["logs"]))
 
-    callbacks = [MaxFactorCallback(), Reporter()]
+    callbacks = [Reporter(), MaxFactorCallback()]
     trainer = trainer_of(Net(), tmp_path, callbacks=callbacks, warmup_steps=2)
     trainer.train()
     keys = [f"effective_lr/{kind}" for kind in KINDS]
     steps, summary = trainer.state.log_history[:-1], trainer.state.log_history[-1]
     assert len(steps) == 4
     assert "train_loss" in summary
-    assert keys[0] not in summary
+    assert not [key for key in summary if key.startswith(("effective_lr", "optimizer"))]
     assert [steps[-1][key] for key in keys] == trainer.optimizer.optimizer.effective_lr()
     assert [step[keys[0]] == 0.0 for step in steps] == [True, False, False, False]  # warm-up
-    assert [{key: step[key] for key in keys} for step in steps] == [
-        {key: logs[key] for key in keys} for logs in seen[:4]
-    ]
+    assert seen[:4] == [{key: step[key] for key in step if key != "step"} for step in steps]
 
 
+def test_logs_have_the_metrics_of_their_step(tmp_path: Path) -> None:
+    """The numbers are those of a loop, and no step is recorded that is not logged."""
+    model, own, probe = Net().bfloat16(), Net().bfloat16(), Probe()
+    trainer = trainer_of(
+        model, tmp_path, logging_steps=2, max_steps=5, callbacks=[probe, MaxFactorCallback()],
+        lr_scheduler_type="constant", data_collator=in_bfloat16,
+    )  # fmt: skip
+    trainer.train()
+    assert probe.ages == [-1, 0, 1, 0, 1]
+    optimizer = maxfactor.for_model(own, "fast")
+    expected = []
+    for _ in range(4):
+        optimizer.record_metrics(None)
+        own(**in_bfloat16(rows()))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(optimizer.metrics().summary())
+    for logs, step in zip(trainer.state.log_history[:2], (2, 4), strict=True):
+        summary = expected[step - 1]
+        for name in ("update_ratio", "grad_rms", "clip", "beta", "lost"):
+            assert logs[f"optimizer/hidden/{name}"] == summary[f"hidden/{name}"]
+        assert logs["optimizer/grad_norm"] == summary["grad_norm"]
+        assert logs["effective_lr/hidden"] == pytest.approx(summary["hidden/step_size"])
+
+
+def in_bfloat16(found: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {
+        "inputs": torch.stack([each["inputs"] for each in found]).bfloat16(),
+        "labels": torch.stack([each["labels"] for each in found]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "ages", "logged"),
+    [
+        ({"logging_first_step": True, "logging_steps": 3}, [0, 1, 0, 1, 2, 0], [1, 3, 6]),
+        # Two epochs of three steps, the third of which has half the batches.
+        (
+            {
+                "logging_strategy": "epoch",
+                "max_steps": -1,
+                "num_train_epochs": 2,
+                "per_device_train_batch_size": 2,
+                "gradient_accumulation_steps": 2,
+                "train_dataset": rows() + rows()[:2],
+            },
+            [0, 1, 0, 1, 2, 0],  # nothing is known of the first step: it might be an epoch
+            [3, 6],
+        ),
+        ({"logging_strategy": "no"}, [-1] * 6, []),
+    ],
+)
+def test_the_steps_that_are_recorded(
+    changes: dict[str, Any], ages: list[int], logged: list[int], tmp_path: Path
+) -> None:
+    probe = Probe()
+    callbacks = [probe, MaxFactorCallback()]
+    trainer = trainer_of(Net(), tmp_path, **({"max_steps": 6, "callbacks": callbacks} | changes))
+    trainer.train()
+    assert probe.ages == ages
+    history = trainer.state.log_history
+    assert [logs["step"] for logs in history if "optimizer/head/update_ratio" in logs] == logged
+
+
+def test_tensorboard_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))  # from 5.2 on
+    trainer = trainer_of(Net(), tmp_path, report_to="tensorboard", callbacks=[MaxFactorCallback()])
+    trainer.train()
+    [file] = tmp_path.rglob("events.out.tfevents.*")
+    events = event_accumulator.EventAccumulator(str(file)).Reload()
+    for name in ("optimizer/hidden/update_ratio", "effective_lr/vector"):
+        found = [event.value for event in events.Scalars(f"train/{name}")]
+        logged = [logs[name] for logs in trainer.state.log_history if "loss" in logs]
+        assert found == pytest.approx(logged)
+
+
+@pytest.mark.parametrize("callbacks", [[], [MaxFactorCallback]], ids=["ForModel", "the callback"])
 @pytest.mark.parametrize(
     ("changes", "messages"),
     [
@@ -227,9 +320,10 @@ def test_step_sizes_are_in_the_logs(tmp_path: Path) -> None:
     ],
 )
 def test_arguments_that_do_not_fit_get_a_warning(
-    changes: dict[str, Any], messages: list[str], tmp_path: Path
+    changes: dict[str, Any], messages: list[str], callbacks: list[Any], tmp_path: Path
 ) -> None:
-    trainer = trainer_of(Net(), tmp_path, callbacks=[MaxFactorCallback()], max_steps=1, **changes)
+    """By ForModel, and not again by the callback."""
+    trainer = trainer_of(Net(), tmp_path, callbacks=callbacks, max_steps=1, **changes)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.train()
@@ -238,6 +332,38 @@ def test_arguments_that_do_not_fit_get_a_warning(
     assert len(own) == len(messages)
     for message, said in zip(messages, own, strict=True):
         assert re.search(message, said)
+
+
+def test_the_callback_warns_for_an_optimizer_that_was_given(tmp_path: Path) -> None:
+    model = Net()
+    trainer = trainer_of(
+        model, tmp_path, callbacks=[MaxFactorCallback()], max_steps=1, max_grad_norm=1.0,
+        optimizers=(maxfactor.for_model(model), None), optimizer_cls_and_kwargs=None,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match=r"max_grad_norm=1 .*; set max_grad_norm=0"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("norm", [0.0, 1.0])
+def test_released_gradients_cannot_be_clipped(norm: float, tmp_path: Path) -> None:
+    """A Trainer's clipping is refused; without it, metrics are those of the step."""
+    model = Net()
+    optimizer = maxfactor.for_model(model)
+    maxfactor.release_gradients(model, optimizer)
+    trainer = trainer_of(
+        model, tmp_path, callbacks=[MaxFactorCallback()], max_grad_norm=norm, max_steps=2,
+        optimizers=(optimizer, None), optimizer_cls_and_kwargs=None,
+    )  # fmt: skip
+    if norm:
+        before = weights(model)
+        with pytest.raises(
+            ValueError, match=r"max_grad_norm=1 .* released gradients.* set max_gra"
+        ):
+            trainer.train()
+        assert all(map(torch.equal, before, model.parameters()))
+    else:
+        trainer.train()
+        assert trainer.state.log_history[1]["optimizer/hidden/grad_rms"] > 0.0
 
 
 def test_the_callback_refuses_other_optimizers(tmp_path: Path) -> None:
@@ -323,9 +449,7 @@ def test_lightning_resumes_bit_for_bit(tmp_path: Path) -> None:
         modules.append(example.fit(other, epochs=4, automatic=automatic, resume=True))
     for module in modules[1:]:
         assert_same(modules[0], module)
-    [file] = (tmp_path / "True").rglob("metrics.csv")
-    with file.open() as lines:
-        logged = [row for row in csv.DictReader(lines) if row["lr-MaxFactor/hidden"]]
+    logged = rows_of_csv(tmp_path / "True", "lr-MaxFactor/hidden")
     rates = [float(row["lr-MaxFactor/hidden"]) for row in logged]
     assert len(rates) == 32
     assert max(rates) == pytest.approx(0.04)  # the recipe's, after the warm-up
@@ -334,6 +458,83 @@ def test_lightning_resumes_bit_for_bit(tmp_path: Path) -> None:
         assert float(row["lr-MaxFactor/vector"]) == pytest.approx(
             float(row["lr-MaxFactor/head"]) / 4
         )
+
+
+def rows_of_csv(folder: Path, column: str) -> list[dict[str, str]]:
+    [file] = folder.rglob("metrics.csv")
+    with file.open() as lines:
+        return [row for row in csv.DictReader(lines) if row[column]]
+
+
+@by_lightning
+@pytest.mark.parametrize("automatic", [True, False])
+def test_lightning_logs_metrics(automatic: bool, tmp_path: Path) -> None:
+    """Of the steps that its logger logs, with the numbers of the optimizer."""
+    lightning = pytest.importorskip("lightning")
+    from maxfactor.integrations.lightning import MaxFactorCallback as LightningCallback
+
+    example: Any = import_module("lightning_module")
+    ages, summaries = [], []
+
+    class Module(example.Classifier):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, *_: Any) -> None:
+            optimizer = self.optimizers().optimizer
+            try:
+                ages.append(optimizer.metrics().age)
+                summaries.append(optimizer.metrics().summary())
+            except RuntimeError:
+                ages.append(-1)
+
+    inputs = torch.randn(64, 16)
+    data = torch.utils.data.TensorDataset(inputs, (inputs[:, 0] > 0).long())
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", log_every_n_steps=2, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, callbacks=[LightningCallback()],
+        logger=lightning.pytorch.loggers.CSVLogger(str(tmp_path)),
+        accumulate_grad_batches=2 if automatic else 1,
+    )  # fmt: skip
+    trainer.fit(Module(automatic=automatic), torch.utils.data.DataLoader(data, batch_size=8))
+    logged = rows_of_csv(tmp_path, "optimizer/hidden/update_ratio")
+    # Of eight batches: four steps, or eight.
+    assert ages == ([-1, -1, -1, 0, 0, 1, 1, 0] if automatic else [-1, 0, 1, 0, 1, 0, 1, 0])
+    assert [int(row["step"]) for row in logged] == ([1, 3] if automatic else [1, 3, 5, 7])
+    for name in ("hidden/update_ratio", "head/grad_rms", "vector/clip", "grad_norm"):
+        assert float(logged[-1][f"optimizer/{name}"]) == pytest.approx(summaries[-1][name])
+    assert float(logged[-1]["effective_lr/hidden"]) == pytest.approx(
+        summaries[-1]["hidden/step_size"]
+    )
+
+
+@by_lightning
+def test_lightning_refuses_what_cannot_work(tmp_path: Path) -> None:
+    """Other optimizers, and clipping of released gradients."""
+    lightning = pytest.importorskip("lightning")
+    from maxfactor.integrations.lightning import MaxFactorCallback as LightningCallback
+
+    example: Any = import_module("lightning_module")
+
+    class Adam(example.Classifier):  # type: ignore[misc, name-defined]
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters())
+
+    class Released(example.Classifier):  # type: ignore[misc, name-defined]
+        def configure_optimizers(self) -> Any:
+            optimizer = maxfactor.for_model(self)
+            maxfactor.release_gradients(self, optimizer)
+            return optimizer
+
+    data = torch.utils.data.TensorDataset(torch.randn(8, 16), torch.zeros(8, dtype=torch.long))
+    for module, error, message in (
+        (Adam(), TypeError, r"the Trainer has Adam; return maxfactor.for_model\(self\)"),
+        (Released(), ValueError, "gradient_clip_val=0.5 cannot act on released gradients"),
+    ):
+        trainer = lightning.Trainer(
+            max_epochs=1, accelerator="cpu", enable_progress_bar=False, logger=False,
+            enable_model_summary=False, enable_checkpointing=False, gradient_clip_val=0.5,
+            callbacks=[LightningCallback()], default_root_dir=str(tmp_path),
+        )  # fmt: skip
+        with pytest.raises(error, match=message):
+            trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=8))
 
 
 # ---------------------------------------------------------------------- configuration files

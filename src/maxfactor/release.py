@@ -39,8 +39,9 @@ def release_gradients(model: nn.Module, optimizer: FactoredOptimizer) -> Gradien
 
     Refused with an error, because a gradient is used before they could act: several backwards for
     a step (gradient accumulation), GradScaler, CUDA graphs (`capturable=True`), sharded parameters
-    and several processes. Clipping after backward finds no gradient and does nothing; leave it
-    out, as the step is bounded.
+    and several processes. Clipping after backward cannot be refused here: `clip_grad_norm_` finds
+    no gradient and does nothing. Leave it out, as the step is bounded. `MaxFactorCallback`, for
+    trainers, refuses it.
 
     Args:
         model: The model that the optimizer trains; it may be compiled.
