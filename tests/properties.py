@@ -172,7 +172,7 @@ PUBLISHED = [name for name in RECIPES if name.startswith("published")]
 def common(draw: st.DrawFn) -> dict[str, Any]:
     """Settings that both optimizers have."""
     return {
-        "lr": draw(st.sampled_from([0.0, 1e-4, 0.01, 0.01, 0.1, 1.0])),
+        "lr": draw(st.sampled_from([0.0, 2e-4, 0.01, 0.01, 0.1, 1.0])),
         "beta2_decay": draw(st.sampled_from([-0.8, -0.8, -1.0, -0.3, 0.0])),
         "weight_decay": draw(st.sampled_from([0.0, 0.01, 0.3])),
         "maximize": draw(st.booleans()),

@@ -219,6 +219,26 @@ def test_rates_above_one_get_a_warning() -> None:
         for_model(nn.Linear(2, 2), lr=5.0)
 
 
+@pytest.mark.parametrize(
+    ("lr", "message"),
+    [
+        (5e-5, r"lr=5e-05 looks like a rate for AdamW.*; leave lr out for the default, 0\.01, or"),
+        (torch.tensor(5.0), r"lr=5 .*cannot train; leave lr out for the default, 0\.01$"),
+    ],
+)
+def test_maxfactor_itself_warns_once(lr: Any, message: str) -> None:
+    """Not of groups, whose rates may be small, nor when a state is loaded or copied."""
+    param = nn.Parameter(torch.ones(2, 2))
+    with pytest.warns(UserWarning, match=message) as w:
+        optimizer = MaxFactor([param], lr=lr)
+    assert [each.filename for each in w] == [__file__]
+    other = MaxFactor([{"params": [param], "lr": 1e-5}])
+    other.load_state_dict(optimizer.state_dict())
+    assert float(copy.deepcopy(optimizer).param_groups[0]["lr"]) == float(lr)
+    assert float(other.param_groups[0]["lr"]) == float(lr)
+    MaxFactor([param], lr=0.0)
+
+
 @pytest.mark.parametrize("lr", [None, 0.0, 2e-4, 1.0])
 def test_other_rates_get_none(lr: Any) -> None:
     optimizer = for_model(nn.Linear(2, 2), lr=lr)

@@ -17,6 +17,7 @@ from maxfactor.settings import (
     Rounding,
     Scale,
     Switches,
+    warn_of_rate,
 )
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ class MaxFactor(FactoredOptimizer):
 
     Args:
         params: Parameters, named parameters or groups, as for any torch optimizer.
-        lr: The largest relative step. A float or a 0-dim tensor; schedulers may overwrite it.
+        lr: The largest relative step. A float or a 0-dim tensor; schedulers may overwrite it. At
+            most 1e-4, as for AdamW, or above 1 gets a UserWarning, but 0 does not.
         beta2_decay: Exponent of (1), not positive.
         eps: (eps1, eps2), a tuple or list: the floor of variances and divisors, and the smallest
             RMS(W) in (3). eps1 = None means float32's machine epsilon.
@@ -181,6 +183,8 @@ class MaxFactor(FactoredOptimizer):
             "blocks": None,  # of a group, because it depends on the layer
         }
         super().__init__(params, defaults)
+        if "kind" not in self.param_groups[0]:  # else `for_model` has looked at the rate
+            warn_of_rate(lr, "the default, 0.01")
 
     def add_module(self, module: nn.Module) -> None:
         """Train layers that were unfrozen after `for_model` made this optimizer.

@@ -7,7 +7,6 @@ depend on the names of layers, on the device, or on sharding.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from numbers import Real
 from typing import TYPE_CHECKING, Any, cast
@@ -23,7 +22,7 @@ from maxfactor.attention import head_blocks, is_transposed_linear
 from maxfactor.distributed.placement import is_sharded
 from maxfactor.maxfactor import MaxFactor
 from maxfactor.recipes import COMMON, KINDS, find_recipe
-from maxfactor.settings import Execution, MaxFactorSettings, check_lr
+from maxfactor.settings import Execution, MaxFactorSettings, check_lr, warn_of_rate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -43,8 +42,6 @@ INPUT_WIDTHS = (
     (nn.RNNBase, "input_size"),
     (EMBEDDINGS, "embedding_dim"),
 )
-
-LOW_RATE, HIGH_RATE = 1e-4, 1.0  # rates up to the one and above the other get a warning
 
 # A tied weight has several owners. Its kind is the first of these among those of its owners.
 PRECEDENCE = ("adapter", "embedding", "head", "conv", "hidden", "vector")
@@ -118,7 +115,8 @@ def for_model(
     _check_names(overrides)
     rate = None if lr is None else check_lr(lr)  # before it is scaled
     _check_shares(recipe, chosen, rate)
-    _warn_of_rate(chosen, rate)
+    if rate is not None:
+        warn_of_rate(rate, f"the recipe's own, {chosen.common['lr']:g}")
     sorter = ModelSorter(_unwrapped(model), chosen, rate, overrides, heads_per_block)
     groups = sorter.groups(sorter.named())
     if not groups:
@@ -268,30 +266,6 @@ def _is_table(weight: Tensor) -> bool:
     table = torch.cat([angles.sin(), angles.cos()], dim=1)
     found = weight.detach().to("cpu", torch.float32)  # once, when the optimizer is built
     return bool(torch.allclose(found, table, rtol=0.0, atol=0.01))  # 16 bits, far positions
-
-
-def _warn_of_rate(recipe: Recipe, lr: float | Tensor | None) -> None:
-    """Warn of rates that look like AdamW's, or that cannot work."""
-    if lr is None:
-        return
-    rate = float(lr)  # a host sync if it is on the device; once, when the optimizer is built
-    default = recipe.common["lr"]
-    remedy = f"leave lr out for the recipe's own, {default:g}"
-    if 0.0 < rate <= LOW_RATE:
-        warnings.warn(
-            f"lr={rate:g} looks like a rate for AdamW, but in maxfactor it is the share of each "
-            f"weight's size that a step changes, and the weights would hardly move; {remedy}, or "
-            f"begin with a fraction of that",
-            UserWarning,
-            stacklevel=3,
-        )
-    if rate > HIGH_RATE:
-        warnings.warn(
-            f"lr={rate:g} lets a step change a weight by more than its own size, which cannot "
-            f"train; {remedy}",
-            UserWarning,
-            stacklevel=3,
-        )
 
 
 def _check_names(overrides: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ argument of the optimizer class, the equation in `rule/reference.py`, and its fo
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -37,6 +38,7 @@ from maxfactor.checks import (
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
+LOW_RATE, HIGH_RATE = 1e-4, 1.0  # rates up to the one and above the other get a warning
 ADAFACTOR_MAX_STEP = 1e-2  # the paper's cap on the relative step, for lr=None
 BLOCK = 64  # values of a row that share an int8 scale, and the length of a DCT
 SHARED_SEED = 0  # default seed of the rounding noise with several processes
@@ -606,6 +608,27 @@ def check_lr(value: object) -> float | Tensor:
     if value.device.type == "cpu":
         check_not_negative("lr", value.item())  # free on the CPU; elsewhere a host sync
     return value
+
+
+def warn_of_rate(lr: float | Tensor, default: str) -> None:
+    """Warn the caller's caller of rates that look like AdamW's, or that cannot work."""
+    rate = float(lr)  # a host sync if it is on the device; once, when the optimizer is built
+    remedy = f"leave lr out for {default}"
+    if 0.0 < rate <= LOW_RATE:
+        warnings.warn(
+            f"lr={rate:g} looks like a rate for AdamW, but in maxfactor it is the share of each "
+            f"weight's size that a step changes, and the weights would hardly move; {remedy}, or "
+            f"begin with a fraction of that",
+            UserWarning,
+            stacklevel=3,
+        )
+    if rate > HIGH_RATE:
+        warnings.warn(
+            f"lr={rate:g} lets a step change a weight by more than its own size, which cannot "
+            f"train; {remedy}",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def check_eps(value: object) -> tuple[float | None, float]:
