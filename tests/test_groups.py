@@ -140,6 +140,13 @@ def test_a_layer(layer: nn.Module, name: Any, kind: str) -> None:
             [nn.Linear(8, 30), nn.Embedding(30, 8), nn.Linear(8, 30), nn.Linear(8, 8)],
             ["head", "embedding", "head", "hidden"],
         ),
+        # As wide as the model's input: nothing but the first convolution takes that.
+        ([nn.Conv2d(3, 8, 3), nn.Linear(8, 6), nn.Linear(6, 3)], ["conv", "hidden", "head"]),
+        ([nn.Conv1d(1, 8, 3), nn.Conv1d(8, 8, 3), nn.Linear(8, 1)], ["conv", "conv", "head"]),
+        (
+            [nn.Conv1d(6, 8, 3), nn.Conv1d(8, 6, 3), nn.Conv1d(6, 8, 3), nn.Linear(8, 6)],
+            ["conv", "conv", "conv", "hidden"],
+        ),
         # As wide as a table is long, but an activation like any other.
         (
             [nn.Embedding(16, 8), nn.Linear(8, 16), nn.Linear(16, 8)],
@@ -152,6 +159,28 @@ def test_heads(model: list[nn.Module], kinds: list[str]) -> None:
     for index, kind in enumerate(kinds):
         weights = (f"{index}.weight", f"{index}.parametrizations.weight.original1")
         assert set(weights) & set(found[kind]), (index, kind, found)
+
+
+def test_a_head_beside_its_backbone() -> None:
+    """Whatever its width is; wrappers, norms and dropout do not count."""
+
+    def encoder() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(16, 2, 32)
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    layers = [nn.Linear(5, 16), encoder(), nn.LayerNorm(16), nn.Dropout(), nn.Linear(16, 16)]
+    assert groups_of(nn.Sequential(*layers))["head"] == ["4.weight"]
+    assert groups_of(nn.ModuleDict({"net": nn.Sequential(*layers)}))["head"] == ["net.4.weight"]
+    for others in (
+        [encoder(), encoder()],
+        [encoder(), nn.Linear(16, 16), encoder()],
+        [encoder(), nn.Linear(16, 32), nn.Linear(32, 16)],  # as in a feed-forward block
+        [nn.LSTM(16, 16), nn.Linear(16, 16)],
+        [nn.MultiheadAttention(16, 2), nn.Linear(16, 16)],
+    ):
+        assert "head" not in groups_of(nn.Sequential(*others))
+    block = nn.Sequential(encoder(), nn.Linear(16, 16))
+    assert "head" not in groups_of(nn.ModuleDict({"blocks": nn.ModuleList([block])}))
 
 
 def test_a_model_may_name_its_head() -> None:

@@ -7,7 +7,6 @@ depend on the names of layers, on the device, or on sharding.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from numbers import Real
 from typing import TYPE_CHECKING, Any, cast
 
@@ -68,8 +67,11 @@ def for_model(
 
     A head is a layer that the model names as such (`get_output_embeddings()` of transformers), or a
     linear layer that is the model's last or projects to an embedding's vocabulary size, if no
-    other layer takes inputs of that width. A parameter outside of known layers is sorted by its
-    shape: a matrix is `embedding` if its module also has layers, else `hidden`.
+    other layer takes inputs of that width. If there is none of these, it is a linear layer that
+    comes last, right after a module that holds other layers.
+
+    A parameter outside of known layers is sorted by its shape: a matrix is `embedding` if its
+    module also has layers, else `hidden`.
 
     The key `kind` of each group has its kind; `optimizer.describe()` shows them. Tied parameters
     appear once. Frozen ones are left out, and so are the sinusoids of Whisper's encoder: a table
@@ -409,23 +411,47 @@ def _heads(model: nn.Module) -> set[nn.Module]:
     modules = list(model.modules())
     linears = [module for module in modules if _is_linear(module)]
     vocabularies = {module.num_embeddings for module in modules if isinstance(module, EMBEDDINGS)}
-    taken = Counter(_input_width(module) for module in modules)
-
-    def is_last_in_line(linear: nn.Module) -> bool:
-        width = _output_width(linear)
-        return taken[width] == (_input_width(linear) == width)  # no other layer takes this width
-
     heads = {
         linear
         for linear in linears
         if (linear is linears[-1] or _output_width(linear) in vocabularies)
-        and is_last_in_line(linear)
+        and _is_last_in_line(linear, modules, linears[-1])
     }
     for module in modules:
         named = getattr(module, "get_output_embeddings", lambda: None)()
         if isinstance(named, nn.Module):
             heads.update(named.modules())
-    return heads
+    return heads or _beside_backbone(model)
+
+
+def _is_last_in_line(linear: nn.Module, modules: list[nn.Module], last: nn.Module) -> bool:
+    """Whether no other layer takes inputs of the width that a linear layer puts out."""
+    layers = [module for module in modules if _input_width(module) is not None]
+    width, first = _output_width(linear), layers[0]
+    # A first convolution takes the model's input: three classes are not three colours.
+    is_free = linear is last and isinstance(first, _ConvNd)
+    others = (each for each in layers if each is not linear and not (is_free and each is first))
+    return all(_input_width(each) != width for each in others)
+
+
+def _beside_backbone(model: nn.Module) -> set[nn.Module]:
+    """The model's last layer, if it is linear and stands right after a module that holds layers.
+
+    Such as a classifier beside an encoder, whatever its width is.
+    """
+    children = [child for child in model.children() if any(True for _ in child.parameters())]
+    has_own = any(True for _ in model.parameters(recurse=False))
+    if len(children) == 1 and not has_own and not isinstance(children[0], nn.ModuleList):
+        return _beside_backbone(children[0])  # a wrapper
+    layered = [child for child in children if any(map(_is_layer, child.modules()))]
+    if len(layered) < 2 or not _is_linear(layered[-1]) or _is_layer(layered[-2]):
+        return set()
+    return {layered[-1]}
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether it is a layer with matrices, other than an embedding."""
+    return _is_linear(module) or isinstance(module, (_ConvNd, nn.MultiheadAttention, nn.RNNBase))
 
 
 def _adapters(model: nn.Module) -> set[nn.Module]:
