@@ -476,7 +476,7 @@ def test_lightning_logs_metrics(automatic: bool, tmp_path: Path) -> None:
     example: Any = import_module("lightning_module")
     ages, summaries = [], []
 
-    class Module(example.Classifier):  # type: ignore[misc, name-defined]
+    class Module(example.Classifier):  # type: ignore[misc]
         def on_train_batch_end(self, *_: Any) -> None:
             optimizer = self.optimizers().optimizer
             try:
@@ -513,11 +513,11 @@ def test_lightning_refuses_what_cannot_work(tmp_path: Path) -> None:
 
     example: Any = import_module("lightning_module")
 
-    class Adam(example.Classifier):  # type: ignore[misc, name-defined]
+    class Adam(example.Classifier):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters())
 
-    class Released(example.Classifier):  # type: ignore[misc, name-defined]
+    class Released(example.Classifier):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
             optimizer = maxfactor.for_model(self)
             maxfactor.release_gradients(self, optimizer)
