@@ -449,6 +449,23 @@ def test_report_names_what_stands_out() -> None:
             optimizer.report(k=wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("recipe", ["quality", "fast", "lean"])
+def test_biases_that_begin_at_zero_do_not_stand_out(recipe: maxfactor.RecipeName) -> None:
+    """Nor do the norms beside them, in a Transformer that is new."""
+    torch.manual_seed(0)
+    model = torch.nn.Transformer(16, 2, 2, 2, 32, dropout=0.0, batch_first=True).to(DEVICE)
+    optimizer = maxfactor.for_model(model, recipe)
+    optimizer.record_metrics(every=1)
+    inputs, targets = torch.randn(2, 5, 16, device=DEVICE), torch.randn(2, 5, 16, device=DEVICE)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(inputs, targets) - inputs).abs().mean().backward()
+        optimizer.step()
+        assert "the step changes it by" not in str(optimizer.report())
+    found = optimizer.metrics()
+    assert found["encoder.layers.0.norm1.bias"].update_ratio > 0.1
+
+
 def test_report_of_lost_changes() -> None:
     nearest: dict[str, Any] = {"rounding": "nearest"}
     for settings, words in ((nearest, "use rounding='stochastic'"), ({}, "on average")):

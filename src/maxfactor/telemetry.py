@@ -104,6 +104,7 @@ class ParameterMetrics:
         is_stochastic: Whether it is written with stochastic rounding, which keeps such changes on
             average.
         skipped: Whether the step was skipped. Then only `grad_rms` was measured.
+        least_size: Of a vector: eps2 of (3), at least which it counts as in the report. Else 0.
     """
 
     name: str
@@ -119,11 +120,21 @@ class ParameterMetrics:
     lost: float | None
     is_stochastic: bool
     skipped: bool
+    least_size: float
 
     @property
     def update_ratio(self) -> float:
         """RMS of the change of W, divided by RMS(W); 0 if W is 0."""
         return self.update_rms / self.weight_rms if self.weight_rms else 0.0
+
+    @property
+    def relative_change(self) -> float:
+        """The `update_ratio`, but of the size by which (3) scales the step of a small vector.
+
+        A bias that begins at zero then compares with the other vectors.
+        """
+        size = max(self.weight_rms, self.least_size)
+        return self.update_rms / size if size else 0.0
 
     @property
     def is_finite(self) -> bool:
@@ -219,6 +230,7 @@ def _parameter_metrics(
         lost=lost,
         is_stochastic=rule.is_stochastic(param.dtype),
         skipped=skipped,
+        least_size=rule.eps2 if param.dim() < 2 else 0.0,
     )
 
 
@@ -318,17 +330,17 @@ def _gradient_lines(rows: Sequence[ParameterMetrics], k: int) -> list[str]:
 
 def _ratio_lines(rows: Sequence[ParameterMetrics], k: int) -> list[str]:
     """Parameters that change much more, or much less, than others of their kind."""
-    typical = _medians(rows, lambda each: each.update_ratio)
+    typical = _medians(rows, lambda each: each.relative_change)
     known = [
-        (each.update_ratio / typical[each.kind], each)
+        (each.relative_change / typical[each.kind], each)
         for each in rows
-        if each.update_ratio > 0.0 and typical.get(each.kind, 0.0) > 0.0
+        if each.relative_change > 0.0 and typical.get(each.kind, 0.0) > 0.0
     ]
     known.sort(key=lambda pair: pair[0])
     high = [pair for pair in reversed(known) if pair[0] > UNUSUAL][:k]
     low = [pair for pair in known if pair[0] < 1.0 / UNUSUAL][:k]
     return [
-        f"{each.name}: the step changes it by {each.update_ratio:.1e} of its size, "
+        f"{each.name}: the step changes it by {each.relative_change:.1e} of its size, "
         f"{times:.2g} times the median of {each.kind} ({typical[each.kind]:.1e})."
         for times, each in [*high, *low]
     ]
