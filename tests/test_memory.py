@@ -185,3 +185,20 @@ def test_errors() -> None:
         estimate_memory(model, "adam")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="gradient_release is for the recipes of maxfactor"):
         estimate_memory(model, "adamw", gradient_release=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "message"),
+    [
+        ("bfloat16", TypeError, r"a torch\.dtype, got 'bfloat16' \(str\); give .* torch\.bfloat16"),
+        (float, TypeError, "got <class 'float'>"),
+        (torch.int8, ValueError, r"floating-point numbers, got torch\.int8"),
+        (torch.complex64, ValueError, r"floating-point numbers, got torch\.complex64"),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["lean", "adamw"])
+def test_dtypes_that_weights_cannot_have(
+    recipe: Any, dtype: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        estimate_memory(nn.Linear(2, 2), recipe, dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import Tensor
 
 from maxfactor.backends.borrowed import borrowed_bytes
@@ -13,7 +14,6 @@ from maxfactor.peer_memory import PEERS, PeerName, Trained, peer_borrowed, peer_
 from maxfactor.recipes import RECIPES, RecipeName
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from maxfactor.maxfactor import MaxFactor
@@ -74,6 +74,7 @@ def estimate_memory(
     if recipe not in RECIPES and recipe not in PEERS:
         known = ", ".join(map(repr, (*RECIPES, *PEERS)))
         raise ValueError(f"unknown recipe {recipe!r}; known recipes and optimizers: {known}")
+    _check_dtype(dtype)
     is_peer = recipe in PEERS
     for name, value in (
         ("gradient_release", gradient_release),
@@ -99,6 +100,20 @@ def estimate_memory(
         optimizer.describe().total.state_bytes,
         borrowed_bytes(optimizer.inputs_on_meta(dtype), by_window=gradient_release),
     )
+
+
+def _check_dtype(dtype: object) -> None:
+    """Refuse what weights cannot be cast to."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(
+            f"dtype must be a torch.dtype, got {dtype!r} ({type(dtype).__name__}); "
+            "give one such as torch.bfloat16"
+        )
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(
+            f"dtype must be one of floating-point numbers, got {dtype}; give one such as "
+            "torch.bfloat16"
+        )
 
 
 def _bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
