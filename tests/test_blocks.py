@@ -61,6 +61,19 @@ def test_direction_is_that_of_separate_matrices(name: str) -> None:
     torch.testing.assert_close(sizes, torch.ones_like(sizes))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_experts_in_one_tensor(fused: bool) -> None:
+    """A tensor (experts, m, n) is cut into its experts by blocks of m rows."""
+    optimizer = optimizer_of((3, 8, 12), ("rows", 8), fused=fused, weight_decay=0.0)
+    before = [param.detach().clone() for param in optimizer.param_groups[0]["params"]]
+    for old, new in zip(before, take_steps(optimizer, 0, 1), strict=True):
+        change = (new.detach() - old) / optimizer.effective_lr()[0]
+        sizes = change.square().mean((1, 2)).sqrt()  # of each expert
+        torch.testing.assert_close(sizes, sizes[0].expand(3), rtol=1e-3, atol=0.0)
+        values = torch.linalg.svdvals(change)  # nearly equal
+        assert float((values[:, 0] / values[:, -1]).max()) < 2.0
+
+
 def test_a_block_of_zeros_stays_zero() -> None:
     y = problem((12, 20)).grads[0]
     y[4:8] = 0.0
