@@ -128,7 +128,7 @@ def other_setting(optimizer: FactoredOptimizer) -> Call:
     optimizer.step()
     group = optimizer.param_groups[-1]
     if isinstance(optimizer, MaxFactor):
-        group["scale"] = "current" if group["scale"] == "initial" else "initial"
+        group["scale"] = "initial" if group["scale"] == "current" else "current"
     else:
         group["clip_threshold"] = -1.0
     return optimizer.step
