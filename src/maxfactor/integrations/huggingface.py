@@ -186,7 +186,9 @@ class MaxFactorCallback(TrainerCallback):
             return
         numbers = step_logs(_unwrapped(kwargs.get("optimizer")))
         logs.update(numbers)
-        state.log_history[-1].update(numbers)  # the Trainer has just appended a copy of `logs`
+        last = state.log_history[-1] if state.log_history else {}
+        if last.get("step") == state.global_step:  # the Trainer has just appended a copy of `logs`
+            last.update(numbers)
 
 
 def _owner_of_caller(fits: Callable[[Any], bool]) -> Any:
