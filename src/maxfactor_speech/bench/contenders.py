@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 BASELINE = "torch AdamW fused"
 ALL = "all"
-# Small, so that the weights hardly change between the first step and the last. Recipes have rates
-# that are relative to the weights.
+# Small, so that the weights hardly change between the first step and the last. Rates of recipes and
+# of MaxFactor are relative to the weights.
 LR, RELATIVE_LR = 1e-5, 1e-3
 
 
@@ -61,7 +61,8 @@ def ours(name: str, backend: str, label: str = "", **settings: Any) -> Contender
     chosen = {"foreach": backend == "foreach", "fused": backend == "fused", **settings}
     cls = getattr(maxfactor, name)
     label = " ".join(filter(None, (name, label, backend)))
-    return Contender(label, lambda model: cls(model.parameters(), lr=LR, **chosen))
+    lr = RELATIVE_LR if cls is maxfactor.MaxFactor else LR
+    return Contender(label, lambda model: cls(model.parameters(), lr=lr, **chosen))
 
 
 def trained(name: str) -> Contender:
