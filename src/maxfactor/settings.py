@@ -612,6 +612,8 @@ def check_lr(value: object) -> float | Tensor:
 
 def warn_of_rate(lr: float | Tensor, default: str) -> None:
     """Warn the caller's caller of rates that look like AdamW's, or that cannot work."""
+    if isinstance(lr, Tensor) and lr.is_meta:
+        return
     rate = float(lr)  # a host sync if it is on the device; once, when the optimizer is built
     remedy = f"leave lr out for {default}"
     if 0.0 < rate <= LOW_RATE:
