@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -107,21 +107,28 @@ def test_rms_of_a_large_matrix() -> None:
     assert reference.rms(large).item() == pytest.approx(exact, rel=1e-6)
 
 
+SCALES: tuple[Literal["initial"], Literal["raised"]] = ("initial", "raised")
+
+
 def test_a_matrix_that_begins_near_zero_takes_the_size_of_its_shape() -> None:
     """From a tenth of it on, its own. Later the first size stays; a vector has none at zero."""
     assumed = torch.tensor(0.5)
+    initial, raised = (MaxFactorSettings(scale=scale).rules.matrix for scale in SCALES)
     for t in (1, torch.tensor(1)):
         for own, expected in ((0.0, 0.5), (0.049, 0.5), (0.05, 0.05), (0.08, 0.08), (3.0, 3.0)):
-            size, state = reference.weight_size(torch.tensor(own), assumed, t)
+            size, state = reference.weight_size(torch.tensor(own), assumed, t, initial)
             assert size.item() == state["initial_rms"].item() == torch.tensor(expected).item()
+        for own, expected in ((0.0, 0.5), (0.49, 0.5), (0.5, 0.5), (0.51, 0.51)):
+            size, _ = reference.weight_size(torch.tensor(own), assumed, t, raised)
+            assert size.item() == torch.tensor(expected).item()
     for t in (2, torch.tensor(2)):
-        size, state = reference.weight_size(torch.tensor(3.0), assumed, t)
+        size, state = reference.weight_size(torch.tensor(3.0), assumed, t, initial)
         assert size.item() == state["initial_rms"].item() == 0.5
-    size, state = reference.weight_size(torch.tensor(3.0), torch.tensor(0.0), 2)
+    size, state = reference.weight_size(torch.tensor(3.0), torch.tensor(0.0), 2, initial)
     assert (size.item(), state["initial_rms"].item()) == (3.0, 0.0)
-    assert reference.weight_size(torch.tensor(3.0), None, 1) == (torch.tensor(3.0), {})
+    assert reference.weight_size(torch.tensor(3.0), None, 1, initial) == (torch.tensor(3.0), {})
     wide = torch.tensor(3.0, dtype=torch.float64)  # of a float64 weight
-    assert reference.weight_size(wide, assumed, 1)[1]["initial_rms"].dtype == torch.float32
+    assert reference.weight_size(wide, assumed, 1, initial)[1]["initial_rms"].dtype == torch.float32
 
 
 def test_an_empty_tensor_is_only_counted() -> None:

@@ -126,16 +126,25 @@ def test_what_a_parameter_keeps() -> None:
 
 
 def test_a_size_from_a_shape() -> None:
-    """That of torch.nn.Linear, whose weights are uniform."""
+    """That of torch.nn.Linear, whose weights are uniform; raised, that of He's initialisation."""
+    initial, raised = (rule_of((4, 6), scale=scale) for scale in ("initial", "raised"))
     linear = torch.nn.Linear(300, 400).weight.detach()
-    assert size_from_shape((400, 300)) == pytest.approx(
+    assert size_from_shape((400, 300), initial) == pytest.approx(
         float(linear.square().mean().sqrt()), rel=0.01
     )
-    assert size_from_shape((4, 3, 5)) == 1.0 / math.sqrt(45.0)
-    assert size_from_shape((2, 1)) == 1.0 / math.sqrt(3.0)
+    assert size_from_shape((4, 3, 5), initial) == 1.0 / math.sqrt(45.0)
+    assert size_from_shape((2, 1), initial) == 1.0 / math.sqrt(3.0)
+    he = torch.nn.init.kaiming_normal_(torch.empty(400, 800), nonlinearity="relu")
+    assert size_from_shape((400, 800), raised) == pytest.approx(
+        float(he.square().mean().sqrt()), rel=0.01
+    )
+    assert size_from_shape((400, 2, 100), raised) == pytest.approx(0.1)
+    assert size_from_shape((400, 199), raised) == size_from_shape((400, 1), raised) == 0.1
     state = init_state(torch.ones(4, 3, 5), rule_of((4, 3, 5), scale="initial"))
     assert float(state["initial_rms"]) == pytest.approx(1.0 / math.sqrt(45.0))
-    assert size_from_shape((9,)) == size_from_shape(()) == size_from_shape((0, 3)) == 0.0
+    for rule in (initial, raised):
+        sizes = [size_from_shape(shape, rule) for shape in ((9,), (), (0, 3))]
+        assert sizes == [0.0, 0.0, 0.0]
 
 
 def test_steps_are_counted_in_float32() -> None:
