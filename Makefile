@@ -24,8 +24,10 @@ PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
 # Of `make fuzz`; 0 is until Ctrl-C.
 MINUTES ?= 0
+# Of `make mutants`, for each module; 0 is all.
+SAMPLE ?= 0
 
-.PHONY: check test coverage fuzz soak matrix oldest newest demo docs test-gpu lint install clean
+.PHONY: check test coverage fuzz mutants soak matrix oldest newest demo docs test-gpu lint install clean
 
 check: lint  ## for daily work, 90 seconds: lint, types, contracts, a fast core of the tests
 	$(PYTEST) $(CORE)
@@ -41,6 +43,9 @@ coverage: install  ## lines and branches of src/ that the tests reach, in all th
 
 fuzz: install  ## properties of the optimizer, audio, tables and folders with random seeds, for MINUTES=10 or until Ctrl-C
 	$(BIN)/python tests/fuzz.py --minutes $(MINUTES)
+
+mutants: install  ## changes the maths line by line, SAMPLE=40 or all of a module, and counts what no test notices
+	$(BIN)/python tests/mutate.py --sample $(SAMPLE)
 
 soak: install  ## for a night: thousands of faults, and 20 000 steps on each backend
 	MAXFACTOR_SOAK=1 $(PYTEST) --timeout 7200 tests/test_compiled_kernels.py tests/test_faults.py tests/test_long_runs.py tests/test_speech_faults.py

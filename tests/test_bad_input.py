@@ -285,6 +285,7 @@ def test_unknown_recipe(name: Any) -> None:
         ({"warmup_steps": -1}, ValueError, "warmup_steps must not be negative, got -1"),
         ({"warmup_steps": 1.5}, TypeError, "warmup_steps must be a whole number, got 1.5"),
         ({"decay_factor": 0.0}, ValueError, r"decay_factor must lie in \(0, 1\], got 0.0"),
+        ({"decay_factor": 1.5}, ValueError, r"decay_factor must lie in \(0, 1\], got 1.5"),
         ({"decay_factor": NAN}, ValueError, "decay_factor"),
         ({"total_steps": 5, "warmup_steps": 5}, ValueError, "more than warmup_steps=5, got 5"),
     ],
@@ -296,6 +297,7 @@ def test_schedule(given: dict[str, Any], error: type[Exception], message: str) -
     assert optimizer.param_groups[0]["lr"] == 0.02
 
 
-def test_schedule_of_an_optimizer_without_a_rate() -> None:
+@pytest.mark.parametrize("others", [[], [{"params": [parameter()], "lr": 0.1}]])
+def test_schedule_of_an_optimizer_without_a_rate(others: list[dict[str, Any]]) -> None:
     with pytest.raises(ValueError, match=r"lr=None.*lr=0.01, relative_step=True"):
-        AdaptiveSchedule(Adafactor([parameter()]))
+        AdaptiveSchedule(Adafactor([{"params": [parameter()]}, *others]))

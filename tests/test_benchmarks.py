@@ -457,10 +457,15 @@ def test_rows_have_the_decay_that_they_were_measured_with() -> None:
     now = recipe_groups("main", recipe_decay=True)
     assert stored["quality"]["hidden"]["weight_decay"] == 0.1
     assert "decay_by" not in stored["quality"]["hidden"]  # by lr
-    assert now["quality"] == group_settings(Run("quality", lr=0.01))
+    assert now["quality"]["hidden"] == group_settings(Run("quality", lr=0.01))["hidden"]
+    assert now["quality"]["conv"]["scale"] == "initial"  # sizes stay as they were measured
     assert now["lean"] == stored["lean"]
     decays = {row.name: row.run.settings for row in entries_of("quality", recipe_decay=True)}
-    assert decays["weight decay 0.2"] == {"weight_decay": 0.2, "switches": {"decay_by": "lr"}}
+    assert decays["weight decay 0.2"] == {
+        "weight_decay": 0.2,
+        "switches": {"decay_by": "lr"},
+        "eps": [1e-10, 1e-3],
+    }
 
 
 def test_a_kind_comes_before_the_others() -> None:

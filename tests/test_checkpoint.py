@@ -70,6 +70,19 @@ def test_a_loaded_dict_is_not_shared(cls: type[Any]) -> None:
     assert_unchanged(one, before)
 
 
+def test_a_loaded_state_has_no_history() -> None:
+    model = net()
+    saved = saved_from(model)
+    for state in saved["state"].values():
+        state["step"] = state["step"].float().requires_grad_()
+        for key, value in state.items():
+            state[key] = value.requires_grad_()
+    optimizer = MaxFactor(model.named_parameters())
+    optimizer.load_state_dict(saved)
+    for state in optimizer.state.values():
+        assert not any(value.requires_grad for value in state.values())
+
+
 def test_state_dict_keyword_and_roundtrip() -> None:
     """torch's distributed checkpointing loads by keyword; accelerate loads a state into itself."""
     model = net()
@@ -111,7 +124,7 @@ def saved_from(model: torch.nn.Module, **arguments: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("model", "arguments", "message"),
     [
-        (torch.nn.Linear(48, 5), {}, r"2 parameters in group 0.* has 4; '2.weight'|'\w"),
+        (torch.nn.Linear(48, 5), {}, r"2 param.* group 0.* has 4; '3.weight' is only in this opt"),
         (torch.nn.Sequential(net(), torch.nn.Linear(4, 4)), {}, "'1.weight' is only in the check"),
         (torch.nn.Sequential(torch.nn.Conv1d(3, 8, 5), *list(net())[1:]), {}, "of parameter '0.w"),
         (net(), {"switches": {"full_matrix": True}}, None),
@@ -179,6 +192,37 @@ def test_other_groups_and_states_are_refused() -> None:
     split = MaxFactor([{"params": [p]} for p in model.parameters()])
     with pytest.raises(ValueError, match="4 parameter groups, this optimizer has 1"):
         optimizer.load_state_dict(split.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("own", "saved", "message"),
+    [
+        ((2, 1), (2, 2), "2 parameters in group 1, .* has 1; 'param_3' is only in the checkpoint"),
+        ((2, 3), (2, 2), "2 parameters in group 1, .* has 3; 'param_4' is only in this optimizer"),
+    ],
+)
+def test_parameters_without_names_are_numbered(
+    own: tuple[int, ...], saved: tuple[int, ...], message: str
+) -> None:
+    """Through all groups, from 0 on."""
+
+    def optimizer_of(sizes: tuple[int, ...]) -> MaxFactor:
+        return MaxFactor(
+            [{"params": [torch.nn.Parameter(torch.ones(2)) for _ in range(size)]} for size in sizes]
+        )
+
+    with pytest.raises(ValueError, match=message):
+        optimizer_of(own).load_state_dict(optimizer_of(saved).state_dict())
+
+
+def test_an_empty_parameter_is_loaded() -> None:
+    """Of its state only the counter has a value."""
+    params = [torch.nn.Parameter(torch.ones(0))]
+    optimizer = MaxFactor(params)
+    train(optimizer, params, range(3))
+    fresh = MaxFactor(params)
+    fresh.load_state_dict(optimizer.state_dict())
+    assert int(fresh.state[params[0]]["step"]) == 3
 
 
 @pytest.mark.parametrize("lr", [None, 0.01])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -86,7 +87,9 @@ def test_impossible_values_are_refused_by_name(rule: str) -> None:
                 damaged = tensor.double() if is_wide else tensor.clone()
                 damaged.view(-1)[place] = value
                 spoilt = {**saved["state"], index: {**state, key: damaged}}
-                with pytest.raises(ValueError, match=f"{key} of parameter '{names[index]}' holds "):
+                shown = torch.tensor(value, dtype=torch.float32).item()
+                said = f"{key} of parameter '{names[index]}' holds {shown:g}, but"
+                with pytest.raises(ValueError, match=re.escape(said)):
                     optimizer.load_state_dict({**saved, "state": spoilt})
     assert snapshot(optimizer) == before
     optimizer.load_state_dict(saved)  # as it is, it loads
@@ -114,6 +117,9 @@ def test_the_extremes_of_what_is_possible_load() -> None:
         state["step"].zero_()
     optimizer.load_state_dict(saved)
     assert all(float(state["step"]) == 0.0 for state in optimizer.state.values())
+    saved["state"][0]["row_var"][-1] = INF  # beside zeros, which are possible
+    with pytest.raises(ValueError, match=r"row_var of parameter '0.weight' holds inf, but"):
+        optimizer.load_state_dict(saved)
 
 
 NOT_NEGATIVE_KEYS = [key for key, values in IMPOSSIBLE.items() if values is NOT_NEGATIVE]
@@ -218,6 +224,28 @@ def test_a_parameter_of_two_groups_is_refused() -> None:
     with pytest.raises(ValueError, match=r"damaged: its groups list parameter 2 twice; give what"):
         optimizer.load_state_dict(saved)
     assert snapshot(optimizer) == before
+
+
+def test_what_a_users_hook_returns_is_checked() -> None:
+    _, optimizer = stepped()
+    saved = optimizer.state_dict()
+    optimizer.register_load_state_dict_pre_hook(lambda *_: [1])
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match="its content is no dict, but list"):
+        optimizer.load_state_dict(saved)
+    assert snapshot(optimizer) == before
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [("own meta", "is on the meta device, but"), ("own sparse", r"is sparse \(torch.sparse_coo\)")],
+)
+def test_tensors_without_values(damage: str, message: str) -> None:
+    _, optimizer = stepped()
+    saved = optimizer.state_dict()
+    saved["state"][0]["row_var"] = DAMAGES[damage](saved["state"][0]["row_var"])
+    with pytest.raises(ValueError, match=f"row_var of parameter '0.weight' {message}"):
+        optimizer.load_state_dict(saved)
 
 
 @pytest.mark.parametrize("registers", ["pre", "post"])

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import oracle
 from arrays import assert_close, assert_less
@@ -34,9 +35,28 @@ from cases import (
 )
 from maxfactor import FAM, MaxFactor, rule
 from maxfactor.rule import MaxFactorSettings
-from maxfactor.rule.fam import band_index, band_members, from_bands, to_bands
-from maxfactor.rule.int8 import dequantize, quantize
-from maxfactor.rule.newton_schulz import newton_schulz, orthogonal
+from maxfactor.rule.fam import (
+    band_betas,
+    band_counts,
+    band_index,
+    band_members,
+    band_totals,
+    dct_basis,
+    from_bands,
+    next_sums,
+    over_columns,
+    spectrum,
+    to_bands,
+)
+from maxfactor.rule.int8 import dequantize, quantize, quantize_
+from maxfactor.rule.momentum import (
+    Memory,
+    decode_momentum,
+    encode_momentum,
+    fixed_correction,
+    memory_of,
+)
+from maxfactor.rule.newton_schulz import newton_schulz, orthogonal, steps_at_a_time
 
 HALF_BF16 = 2.0**-8  # half the spacing of bfloat16, relative
 
@@ -61,18 +81,25 @@ def step_of_codes(state: dict[str, Tensor]) -> Any:
     return oracle.widened(scales, math.prod(shape[len(rows) :])).reshape(shape)
 
 
-def compare_steps(case: Problem, settings: dict[str, Any], what: str) -> None:
-    """Each step of an optimizer with the oracle's step from the same start."""
+def compare_steps(
+    case: Problem, settings: dict[str, Any], what: str, *, by_reference: bool = False
+) -> None:
+    """Each step of an optimizer, or of `rule.step`, with the oracle's from the same start."""
     theirs = oracle.settings_of(**oracle_names(settings))
     param = torch.nn.Parameter(case.weight.clone())
     groups, others = group_of([param], arguments(settings))
     optimizer = MaxFactor(groups, **others)
+    checked = optimizer._settings(0)
+    ours = rule.init_state(param, checked)
     state = oracle.fresh_state(theirs, tuple(param.shape))
     for t, grad in enumerate(case.grads, start=1):
         before = array(param)
         param.grad = grad.clone()
-        optimizer.step()
-        ours = optimizer.state[param]
+        if by_reference:
+            param.data, ours, _ = rule.step(param.detach(), grad, ours, checked)
+        else:
+            optimizer.step()
+            ours = optimizer.state[param]
         assert torch.equal(param.grad, grad), "the gradient belongs to the user"
         stored = decoded(ours) if "momentum" in ours else None
         g = -array(grad) if theirs.maximize else array(grad)
@@ -182,6 +209,16 @@ def test_other_settings(direction: str, variant: str) -> None:
         for name, shape in SHAPES.items():
             what = f"{momentum} {name} {shape}"
             compare_steps(problem(shape, steps=8), settings | MOMENTUM_VARIANTS[variant], what)
+
+
+@pytest.mark.parametrize("variant", [*MOMENTUM_VARIANTS, None])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("momentum", MOMENTA)
+def test_the_reference(momentum: str, direction: str, variant: str | None) -> None:
+    chosen = settings_for(momentum, "int8", direction, "initial" if variant is None else "current")
+    chosen |= {} if variant is None else MOMENTUM_VARIANTS[variant]
+    for shape in ((9,), (7, 31), (5, 2, 3, 3)):
+        compare_steps(problem(shape, steps=5), chosen, f"{shape}", by_reference=True)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)  # a sign at 0 is anybody's guess
@@ -340,6 +377,31 @@ def test_steps_at_a_time_cost_no_digits() -> None:
     assert off[1] < 1.5 * off[0] < 0.04
 
 
+def test_steps_are_merged_for_wide_matrices() -> None:
+    """From twice as long as high on; else it would cost more products than it saves."""
+    assert steps_at_a_time(10, 20) == (1, 1, 3)
+    assert steps_at_a_time(10, 19) == steps_at_a_time(10, 10) == (1, 1, 1, 1, 1)
+
+
+@pytest.mark.parametrize("shape", [(64, 4), (4, 64), (2, 64, 4), (2, 4, 64)])
+def test_products_have_the_size_of_the_smaller_side(shape: tuple[int, ...]) -> None:
+    """Three times A = X Xᵀ and P X, and eleven products of the size of A."""
+    with FlopCounterMode(display=False) as counter:
+        newton_schulz(torch.randn(shape))
+    matrices = math.prod(shape) // (4 * 64)
+    assert counter.get_total_flops() == matrices * (6 * 2 * 4 * 4 * 64 + 11 * 2 * 4 * 4 * 4)
+
+
+def test_orthogonal_of_the_negative() -> None:
+    """The largest entry is the largest in magnitude, also if all are negative."""
+    y = torch.rand(4, 6, generator=torch.Generator().manual_seed(0)) + 0.1
+    assert torch.equal(orthogonal(-y), -orthogonal(y))
+
+
+def test_orthogonal_is_float32() -> None:
+    assert orthogonal(torch.eye(3, dtype=torch.bfloat16)).dtype == torch.float32
+
+
 def test_orthogonal_of_zeros() -> None:
     assert torch.equal(orthogonal(torch.zeros(2, 5, 3)), torch.zeros(2, 5, 3))
 
@@ -361,6 +423,33 @@ def test_quantized(n: int) -> None:
     assert torch.equal(batch.codes[1], codes)
 
 
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 128, 200])
+def test_quantized_in_place(n: int) -> None:
+    """The values become those that the codes stand for; others may be overwritten with them."""
+    values = torch.randn(2, 3, n, generator=torch.Generator().manual_seed(n))
+    before = values.clone()
+    kept, meant = oracle.store(array(values.reshape(6, n)), "int8")
+    codes, scales = quantize_(values)
+    assert array(codes).reshape(6, n).tolist() == kept["momentum"].tolist()
+    torch.testing.assert_close(scales.reshape(6, -1), torch.tensor(kept["momentum_scale"]).float())
+    torch.testing.assert_close(values.reshape(6, n), torch.tensor(meant).float())
+    assert torch.equal(dequantize(codes, scales), values)
+    out = torch.full_like(values, math.nan)
+    assert dequantize(codes, scales, out) is out
+    assert torch.equal(out, values)
+    again = quantize(before)
+    assert torch.equal(again.codes, codes)
+    assert not torch.equal(before, values) or n == 1  # `quantize` overwrites nothing
+
+
+def test_quantized_near_zero() -> None:
+    """A scale below the smallest normal number is kept, but nothing is divided by it."""
+    values = torch.tensor([[2.0**-122, -(2.0**-123), 0.0], [2.0**-130, 0.0, 0.0]])
+    codes, scales = quantize(values)
+    assert codes.tolist() == [[16, -8, 0], [0, 0, 0]]
+    torch.testing.assert_close(scales[:, 0], values[:, 0] / 127, rtol=0.0, atol=0.0)
+
+
 def test_quantized_rounds_to_even() -> None:
     values = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5]])
     assert quantize(values).codes.tolist() == [[127, 0, 2, 2, 0, -2]]
@@ -376,3 +465,112 @@ def test_transform(n: int) -> None:
         index = band_index(n, bands, x.device)
         assert index.tolist() == oracle.band_of_columns(n, bands).tolist()
         assert bool((band_members(n, bands, x.device).sum(dim=1) == 1).all())
+
+
+@pytest.mark.parametrize("n", [1, 7, 64, 65, 130])
+@pytest.mark.parametrize("bands", [1, 2, 8])
+def test_sums_over_bands(n: int, bands: int) -> None:
+    """Of several matrices at once; a band without columns counts as one, and sums to 0."""
+    generator = torch.Generator().manual_seed(n)
+    x, momentum = (torch.randn(2, 3, n, generator=generator) for _ in range(2))
+    inside = oracle.band_of_columns(n, bands)[:, None] == np.arange(bands)
+    products = np.stack([array(x * momentum), array(x * x)], axis=1).sum(axis=2) @ inside
+    torch.testing.assert_close(band_totals(x, momentum, bands), torch.tensor(products).float())
+    counts = np.maximum(3 * inside.sum(axis=0), 3 * (inside.sum(axis=0) == 0))
+    assert band_counts(3, n, bands, x.device).tolist() == counts.tolist()
+    assert band_counts(3, n, bands, x.device).dtype == torch.float32
+    wide = over_columns(torch.arange(2.0 * bands).reshape(2, bands), n)
+    assert wide.expand(2, 1, n)[1, 0].tolist() == [bands + int(i) for i in inside.argmax(axis=1)]
+
+
+def test_equation_11_by_hand() -> None:
+    """Beta is `start` up to the last step of the warm-up, then 1 - A/P between its bounds."""
+    fam = FAM(beta_min=0.5, beta_max=0.9, start=0.7, warmup=3, theta=0.75)
+    sums = torch.tensor([[0.4, -1.0, 9.0, 0.0], [1.0, 1.0, 10.0, 0.0], [0.5, 0.5, 0.5, 0.0]])
+    adapted = torch.tensor([0.6, 0.9, 0.5, 0.9])
+    for t, expected in ((3, torch.full((4,), 0.7)), (4, adapted)):
+        torch.testing.assert_close(band_betas(sums, t, fam), expected)
+        torch.testing.assert_close(band_betas(sums, torch.tensor(t), fam), expected)
+    means = torch.tensor([[2.0, 3.0, 4.0, 0.0], [8.0, 4.0, 2.0, 0.0]])
+    found = next_sums(sums, adapted, means, fam)
+    torch.testing.assert_close(found[0], torch.tensor([1.3, 0.75, 8.75, 0.0]))
+    torch.testing.assert_close(found[1], torch.tensor([2.75, 1.75, 8.0, 0.0]))
+    torch.testing.assert_close(found[2], torch.tensor([0.7, 0.55, 0.75, 0.1]))
+
+
+def test_spectrum_by_hand() -> None:
+    """Counted on the host or on the device; before the first step all of it is 0."""
+    fam = FAM(beta_min=0.5, beta_max=0.9, start=0.7, warmup=3, theta=0.5)
+    sums = torch.tensor([[0.4, 0.0], [1.0, 0.0], [0.5, 0.0]])
+    for t, beta in ((2, [0.7, 0.7]), (3, [0.6, 0.9])):
+        for when in (t, torch.tensor(t)):
+            found = spectrum(sums, when, fam)
+            torch.testing.assert_close(found.rho, torch.tensor([0.4, 0.0]))
+            torch.testing.assert_close(found.beta, torch.tensor(beta))
+            torch.testing.assert_close(found.power, torch.tensor([1.0 / (1 - 0.5**t), 0.0]))
+    for when in (0, torch.tensor(0)):
+        found = spectrum(torch.zeros(3, 2), when, fam)
+        assert found.rho.tolist() == found.power.tolist() == [0.0, 0.0]
+
+
+def test_the_transform_is_float32_whatever_the_default_is() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        basis = dct_basis.__wrapped__(6, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(before)
+    assert basis.dtype == torch.float32
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.999999])
+def test_the_fixed_correction_keeps_its_digits(beta: float) -> None:
+    for t in (1, 2, 100):
+        expected = pytest.approx(1.0 - beta**t, rel=1e-5)  # float64
+        assert fixed_correction(beta, t) == expected
+        assert float(fixed_correction(beta, torch.tensor(t))) == expected
+
+
+def test_equations_12_and_13_by_hand() -> None:
+    """Both forms, the one that returns and the one that overwrites, with one beta or one each."""
+    momentum, x = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -4.0]])
+    for beta in (0.75, torch.tensor([[0.75, 0.75]])):
+        for mix in (0.0, 0.25):
+            memory = Memory(beta, 0.5, mix)
+            average = memory.averaged(momentum, x)
+            torch.testing.assert_close(average, torch.tensor([[1.5, 0.5]]))
+            overwritten = momentum.clone()
+            memory.average_(overwritten, x)
+            torch.testing.assert_close(overwritten, average)
+            y = (1 - mix) * average / 0.5 + mix * x
+            torch.testing.assert_close(memory.lookahead(average, x), y)
+            torch.testing.assert_close(memory.lookahead_(overwritten, x), y)
+            torch.testing.assert_close(overwritten, y)
+
+
+@pytest.mark.parametrize("bands", [1, 3])
+def test_coefficients_of_a_batch_are_those_of_each_matrix(bands: int) -> None:
+    """Also where the matrices have counted other steps, on the device."""
+    fam = FAM(warmup=5, bands=bands)
+    tensor_rule = MaxFactorSettings(momentum=fam).rules.matrix
+    sums = torch.rand(2, 3, bands, generator=torch.Generator().manual_seed(0))
+    together = memory_of(tensor_rule, torch.tensor([5, 6]).reshape(2, 1, 1), 70, sums)
+    for i, t in enumerate((5, 6)):
+        alone = memory_of(tensor_rule, t, 70, sums[i])
+        assert alone.mix == together.mix == fam.mix
+        for name in ("beta", "correction", "band_beta"):
+            assert torch.equal(getattr(together, name)[i], getattr(alone, name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_the_store_has_the_dtype_of_the_settings(dtype: torch.dtype) -> None:
+    name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}[dtype]
+    values = torch.randn(5, 70, generator=torch.Generator().manual_seed(0))
+    state = encode_momentum(values, name)
+    assert state["momentum"].dtype == dtype
+    assert ("momentum_scale" in state) == (name == "int8")
+    found = decode_momentum(state, (5, 70))
+    assert found.dtype == torch.float32
+    _, expected = oracle.store(array(values), name)
+    torch.testing.assert_close(found, torch.tensor(expected).float())
+    assert torch.equal(decode_momentum(state, (1, 5, 70)), found[None])  # of a batch

@@ -23,7 +23,7 @@ from cases import (
     problem,
     published,
 )
-from maxfactor import Adafactor, MaxFactor
+from maxfactor import Adafactor, MaxFactor, rule
 from maxfactor.optimizer import FactoredOptimizer
 
 VERSIONS = ["0.1", "0.2", "0.3", "1.0"]
@@ -38,6 +38,16 @@ def run(optimizer: FactoredOptimizer, param: Tensor, case: Problem) -> list[dict
         assert torch.equal(param.grad, grad), "the gradient belongs to the user"
         seen = {"param": param, **optimizer.state[param]}
         history.append({key: value.detach().clone() for key, value in seen.items()})
+    return history
+
+
+def run_reference(optimizer: FactoredOptimizer, case: Problem) -> list[dict[str, Tensor]]:
+    """The same by the functional form, with the optimizer's settings."""
+    weight, settings_ = case.weight, optimizer._settings(0)
+    state, history = rule.init_state(weight, settings_), []
+    for grad in case.grads:
+        weight, state, _ = rule.step(weight, grad, state, settings_)
+        history.append({"param": weight, **state})
     return history
 
 
@@ -88,6 +98,25 @@ def test_adafactor(shape: str, variant: str) -> None:
     compare(history, oracle.adafactor(weight, grads, **chosen))
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("shape", ["0-d", "1-d", "tall", "3-d"])
+def test_the_reference(shape: str, version: str, variant: str) -> None:
+    case, chosen = problem(SHAPES[shape]), VARIANTS[variant]
+    made = MaxFactor([case.weight.clone()], **arguments(published(version), chosen))
+    weight, grads = case.arrays()
+    compare(run_reference(made, case), oracle.maxfactor(weight, grads, version, **chosen))
+
+
+@pytest.mark.parametrize("variant", ADAFACTOR_VARIANTS)
+@pytest.mark.parametrize("shape", ["0-d", "1-d", "tall", "3-d"])
+def test_the_reference_of_adafactor(shape: str, variant: str) -> None:
+    case, chosen = problem(SHAPES[shape]), ADAFACTOR_VARIANTS[variant]
+    made = Adafactor([case.weight.clone()], **chosen)
+    weight, grads = case.arrays()
+    compare(run_reference(made, case), oracle.adafactor(weight, grads, **chosen))
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e-15, 1e-6, 1e6, 1e15])
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("shape", ["1-d", "tall", "3-d"])
@@ -109,9 +138,11 @@ def test_other_dtypes(shape: str, version: str, dtype: torch.dtype) -> None:
     """Statistics as exact as in float32; weights within half a unit of rounding per step."""
     case = problem(SHAPES[shape], dtype=dtype)
     history, expected = maxfactor_pair(case, version, {})
+    by_reference = run_reference(MaxFactor([case.weight.clone()], **published(version)), case)
     rounding = max(1e-6, STEPS * torch.finfo(dtype).eps)
-    assert history[0]["param"].dtype == dtype
-    compare(history, expected, rtol=rounding)
+    for each in (history, by_reference):
+        assert each[0]["param"].dtype == dtype
+        compare(each, expected, rtol=rounding)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

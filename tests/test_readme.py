@@ -207,6 +207,21 @@ def test_the_least_sizes_of_small_weights() -> None:
             assert f"| {task} | {' | '.join(cells)} |" in page("results")
 
 
+def test_gradients_of_noise() -> None:
+    """A line for each recipe, and what must hold: no weight vanishes, and steps become smaller."""
+    rows = {(row["recipe"], row["factor"]): row["looks"] for row in results("noise")["rows"]}
+    for name in ("quality", "fast", "lean"):
+        first, last = rows[name, 1.0][0], rows[name, 1.0][-1]
+        assert (first["step"], last["step"]) == (1_000, 20_000)
+        sizes = f"{first['size']:.2f} | {last['size']:.2f}"
+        moves = f"{first['move']:.4f} | {last['move']:.4f}"
+        assert f"| `{name}` | {sizes} | {moves} |" in page("results")
+        assert 0.5 < last["size"] < 10.0
+        assert last["move"] <= 0.6 * first["move"]
+    at_ten_times = [f"{rows[name, 10.0][-1]['size']:.2f}" for name in ("quality", "fast", "lean")]
+    assert "after 20 000 steps are {}, {} and {}.".format(*at_ten_times) in page("results")
+
+
 def test_lora_on_development_data() -> None:
     for file, name, lr, seeds in [
         ("suite_least_sizes", "quality", 0.04, 3),

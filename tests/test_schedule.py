@@ -68,6 +68,12 @@ def test_warmup_then_cosine_then_flat() -> None:
     assert curve[30:] == pytest.approx([0.1] * 10)
 
 
+def test_ends_of_the_decay() -> None:
+    """A tenth if nothing is said; a factor of 1 is no decay."""
+    assert make(total_steps=1)[2].factor(1) == pytest.approx(0.1)
+    assert make(total_steps=1, decay_factor=1.0)[2].factor(1) == 1.0
+
+
 def test_no_decay_without_total_steps() -> None:
     *_, schedule = make(warmup_steps=3, decay_factor=0.5)
     assert [schedule.factor(step) for step in (3, 100, 10**9)] == [1.0] * 3

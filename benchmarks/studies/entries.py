@@ -26,6 +26,9 @@ EARLIER_SCALE: dict[str, dict[str, Any]] = {
     "fast": {"scale": "current"},
     "lean": {"scale": "current"},
 }
+# ... and small weights moved by a share of their own size, in every kind of layer.
+EARLIER_EPS = {"eps": [1e-10, 1e-3]}
+RAISED = ("conv", "embedding", "head")  # the kinds whose least size depends on their shape
 QUARTER = {"vector": {"lr_share": 0.25}}  # of the learning rate, for norms and biases
 HALF_QUARTER = {"embedding": {"lr_share": 0.5}, **QUARTER}
 
@@ -55,11 +58,22 @@ def entry(
 ) -> Entry:
     """A row; `settings` are fields of Run, and anything else is an argument of `for_model`."""
     given = {key: settings.pop(key) for key in list(settings) if key in Run.__dataclass_fields__}
-    earlier = {**EARLIER_DECAY.get(optimizer, {}), **EARLIER_SCALE.get(optimizer, {})}
-    settings = {**earlier, **settings}
+    if optimizer in EARLIER_DECAY:
+        settings = {**EARLIER_DECAY[optimizer], **EARLIER_EPS, **settings}
+    settings = {**EARLIER_SCALE.get(optimizer, {}), **settings}
+    if optimizer == "quality":
+        given["by_kind"] = with_own_sizes(given.get("by_kind", {}), settings)
     return Entry(
         name, Run(optimizer, rates[0], settings=settings, **given), tuple(rates), search, seeds
     )
+
+
+def with_own_sizes(by_kind: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings by kind, with the initial scale where the row does not say another."""
+    if "scale" in {**settings, **by_kind.get("others", {})}:
+        return by_kind
+    own = {kind: {"scale": "initial", **by_kind.get(kind, {})} for kind in RAISED}
+    return {**by_kind, **own}
 
 
 def fam(**settings: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from studies.digits_table import digits_table
 from studies.entries import (
-    EARLIER_SCALE,
     HALF_QUARTER,
     QUARTER,
     Entry,
@@ -17,7 +16,7 @@ from studies.entries import (
     first_quality,
     with_recipe_decay,
 )
-from studies.runs import Run, quick
+from studies.runs import quick
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,12 +48,7 @@ def defaults_table() -> list[Entry]:
     """Recipes whose decay changed in 0.2.0, as they were in it: all steps, and half of them."""
     rates = {"quality": 0.02, "fast": 0.04}
     return [
-        Entry(
-            f"{name}, {steps} steps",
-            Run(name, lr, steps=steps, settings=EARLIER_SCALE.get(name, {})),
-            (lr,),
-            search=3,
-        )
+        with_recipe_decay(entry(f"{name}, {steps} steps", name, (lr,), search=3, steps=steps))
         for steps in (1500, 750)
         for name, lr in rates.items()
     ]

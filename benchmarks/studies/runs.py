@@ -142,6 +142,7 @@ UNWRITTEN: Record = {
     "direction": "sign_max",
     "d": 1.0,
     "scale": "current",
+    "eps": (1e-10, 1e-3),
 }
 
 

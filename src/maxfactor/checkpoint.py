@@ -238,7 +238,7 @@ class Part(NamedTuple):
 def _parts_of(saved: SavedState) -> Iterator[Part]:
     """The values of a saved state, without empty tensors."""
     for key, tensor in saved.state.items():
-        values, bounds = local(tensor).detach(), bounds_of(key, tensor.dtype)
+        values, bounds = local(tensor), bounds_of(key, tensor.dtype)
         rows = values.unbind() if len(bounds) > 1 else (values,)
         for row, bound in zip(rows, bounds, strict=True):
             if row.numel():
@@ -286,7 +286,7 @@ def shapes_of(state: State) -> dict[str, Shape]:
 
 
 def restored(
-    param: Tensor, loaded: Mapping[str, Tensor], rule: TensorRule, *, step_on_device: bool = False
+    param: Tensor, loaded: Mapping[str, Tensor], rule: TensorRule, *, step_on_device: bool
 ) -> State:
     """Copy a checked state for `param`, each tensor in its own dtype; torch would cast it.
 

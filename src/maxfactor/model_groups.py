@@ -116,11 +116,11 @@ def for_model(
     chosen = find_recipe(recipe)
     _check_names(overrides)
     rate = None if lr is None else check_lr(lr)  # before it is scaled
-    _check_shares(recipe, chosen, rate)
     if rate is not None:
         warn_of_rate(rate, f"the recipe's own, {chosen.common['lr']:g}")
     sorter = ModelSorter(_unwrapped(model), chosen, rate, overrides, heads_per_block)
     groups = sorter.groups(sorter.named())
+    _check_shares(recipe, chosen, rate, [group["kind"] for group in groups])
     if not groups:
         raise ValueError(
             f"{type(sorter.model).__name__} has no trainable parameters; call requires_grad_(True) "
@@ -284,9 +284,11 @@ def _check_names(overrides: dict[str, Any]) -> None:
             )
 
 
-def _check_shares(name: str, recipe: Recipe, lr: float | Tensor | None) -> None:
+def _check_shares(
+    name: str, recipe: Recipe, lr: float | Tensor | None, kinds: Iterable[str]
+) -> None:
     """Refuse a tensor lr if the recipe scales it: scaled copies would not follow its changes."""
-    shares = {kind: share for kind in KINDS if (share := recipe.share(kind)) != 1.0}
+    shares = {kind: share for kind in kinds if (share := recipe.share(kind)) != 1.0}
     if shares and isinstance(lr, Tensor):
         told = ", ".join(f"{kind} {share:g}" for kind, share in shares.items())
         raise ValueError(

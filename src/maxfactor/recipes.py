@@ -93,7 +93,8 @@ OWN: dict[RecipeName, Recipe] = {
             "weight_decay": 0.0,
             "direction": "factored",
             "scale": "initial",
-        }
+        },
+        {"adapter": {"lr_share": 4.0}},
     ),
     "fast": Recipe(
         {
@@ -167,7 +168,7 @@ def recipe(name: RecipeName) -> dict[str, Any]:
         >>> optimizer = maxfactor.MaxFactor([weight], **settings)
     """
     found = find_recipe(name)
-    if found.by_kind:
+    if found.by_kind.keys() - {"adapter"}:  # adapters are of PEFT, and for `for_model` alone
         raise ValueError(
             f"recipe {name!r} has different settings for different layers; "
             f"use maxfactor.for_model(model, recipe={name!r})"

@@ -133,7 +133,7 @@ def block_shape(shape: Shape, rule: TensorRule, name: str = "") -> tuple[int, in
         ValueError: If the matrix has no whole number of them. It tells the parameter's `name`.
     """
     layout = factoring(shape, rule.factor)
-    if layout is None or not (rule.block_rows or rule.block_cols):
+    if layout is None:
         return None
     m, n = layout.matrix[-2:]
     block = rule.block_rows or m, rule.block_cols or n

@@ -119,7 +119,7 @@ def band_index(n: int, bands: int, device: torch.device) -> Tensor:
     """The band of each of n columns."""
     column = torch.arange(n, device=device)
     tail = n % BLOCK
-    length = torch.where(column < n - tail, BLOCK, max(tail, 1))
+    length = torch.where(column < n - tail, BLOCK, tail)
     return column % BLOCK * bands // length
 
 

@@ -47,26 +47,24 @@ def orthogonal(y: Tensor, block: tuple[int, int] | None = None) -> Tensor:
                 [0.0000, 1.7321, 0.0000]])
     """
     parts = to_blocks(y, block)
-    o = newton_schulz(parts).to(torch.float32)
-    return from_blocks(o / rms_of(o), tuple(y.shape))  # (14)
+    o = newton_schulz(parts)
+    return from_blocks(o / rms_of(o), tuple(y.shape))  # (14), in float32
 
 
 def to_blocks(y: Tensor, block: tuple[int, int] | None) -> Tensor:
     """Cut matrices (..., m, n) into blocks, row by row of them: (blocks, rows, columns)."""
     if block is None:
         return y
-    (m, n), (rows, cols) = y.shape[-2:], block
-    grid = y.reshape(-1, m // rows, rows, n // cols, cols)
-    return grid.transpose(2, 3).reshape(-1, rows, cols)
+    rows, cols = block
+    grid = y.reshape(-1, rows, y.shape[-1] // cols, cols)
+    return grid.transpose(1, 2).reshape(-1, rows, cols)
 
 
 def from_blocks(parts: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Undo `to_blocks`: put the blocks together to matrices of `shape`."""
-    (m, n), (rows, cols) = shape[-2:], parts.shape[-2:]
-    if (rows, cols) == (m, n):
-        return parts.reshape(shape)
-    grid = parts.reshape(-1, m // rows, n // cols, rows, cols)
-    return grid.transpose(2, 3).reshape(shape)
+    rows, cols = parts.shape[-2:]
+    grid = parts.reshape(-1, shape[-1] // cols, rows, cols)
+    return grid.transpose(1, 2).reshape(shape)
 
 
 def rms_of(o: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Sums of squares that neither overflow nor underflow, whatever float32 values are squared.
 
 The square of a float32 beyond 1.8e19 is infinite, and that of one below 1e-19 loses its digits. So
-a sum of squares has three parts, each of which adds up over blocks and over ranks:
+a sum of squares has three parts, in the last dimension, each of which adds up over blocks and over
+ranks:
 
     USUAL   the plain sum
     LARGE   of large tensors, in units of 2^168: the squares of 2^-84 x
@@ -24,7 +25,6 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from torch.nn.functional import pad
 
-USUAL, LARGE, SMALL = 0, 1, 2  # places in the last dimension
 UNIT = 2.0**84  # of the values behind LARGE, and its inverse behind SMALL
 LOW, HIGH = 2.0**-40, 2.0**50  # norms between them are usual
 LIMIT = 2.0**40  # powers of two from 1 / LIMIT to LIMIT are usual
@@ -74,7 +74,7 @@ def parts_by_row(x: Tensor, factor: Tensor | None = None, *, may_read: bool) -> 
         if is_usual(norm) and (of_row is None or is_usual(product)):
             return usual_parts(product.square().to(torch.float32))
     unit = power_of_two(vector_norm(x, ord=torch.inf, dim=-1, dtype=wide))
-    scaled: Tensor = vector_norm(x.to(wide) / unit.unsqueeze(-1), dim=-1)
+    scaled: Tensor = vector_norm(x / unit.unsqueeze(-1), dim=-1)
     if of_row is not None:
         power = power_of_two(of_row)
         scaled, unit = scaled * (of_row / power), unit * power
@@ -104,27 +104,25 @@ def are_usual(norms: Tensor, tensors: Tensor) -> bool:
     if not norms.amin().item() < LOW:  # asked for only on the CPU; NaN is usual
         return True
     is_zero, is_low = norms == 0, norms < LOW
-    vanished = tensors[is_zero] if norms.dim() else tensors[is_zero.expand(len(tensors))]
-    return bool((is_zero == is_low).all() and not vanished.any())
+    return bool((is_zero == is_low).all() and not tensors[is_zero].any())
 
 
 def root_of(parts: Tensor) -> Root:
     """The root of a sum from its parts, (...), from (..., 3)."""
     usual, large, small = parts.unbind(-1)
-    if parts.device.type == "cpu" and not parts[..., LARGE:].any():  # reading it is free
+    if parts.device.type == "cpu" and not parts[..., 1:].any():  # reading it is free
         return Root(usual.sqrt(), 1.0)
     is_small, is_large = usual == 0, large > 0
     total = usual + small / UNIT / UNIT
     total = torch.where(is_small, small, total)
     total = torch.where(is_large, large + usual / UNIT / UNIT, total)
     # Of two numbers `where` would make a tensor of torch's default dtype.
-    unit = torch.where(is_small & (small > 0), torch.full_like(usual, 1.0 / UNIT), 1.0)
+    unit = torch.where(is_small, torch.full_like(usual, 1.0 / UNIT), 1.0)
     return Root(total.sqrt(), torch.where(is_large, UNIT, unit))
 
 
 def norm_of(x: Tensor) -> Root:
     """The norm of a whole tensor; row by row first, as one long float32 sum would lose digits."""
     unit = power_of_two(vector_norm(x, ord=torch.inf))
-    scaled = x / unit
-    norm: Tensor = vector_norm(vector_norm(scaled, dim=-1)) if x.dim() > 1 else vector_norm(scaled)
+    norm: Tensor = vector_norm(vector_norm(x / unit, dim=-1))
     return Root(norm, unit)
