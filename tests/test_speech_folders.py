@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from maxfactor_speech.cli import app
 from maxfactor_speech.data.audio import SAMPLE_RATE
 from maxfactor_speech.data.features import extract, is_log_mel
+from maxfactor_speech.data.layouts import find_data
 from maxfactor_speech.errors import InputError
 from maxfactor_speech.training import checkpoint
 from maxfactor_speech.training.evaluation import Evaluation, Example
@@ -30,6 +31,7 @@ from maxfactor_speech.training.loop import train
 from maxfactor_speech.training.metrics import read_metrics
 from maxfactor_speech.training.model import encode
 from maxfactor_speech.training.model_folder import load_model
+from maxfactor_speech.training.optimizers import default_lr, names
 from maxfactor_speech.training.preparation import prefers_space, prepare
 from maxfactor_speech.training.recogniser import (
     complete_generation,
@@ -50,6 +52,14 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A multilingual Whisper for 5 s of audio that makes some mistakes."""
     folder = tmp_path_factory.mktemp("toy") / "whisper"
     make_folder(folder, 5, 100)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def able(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, trained for longer, so that it makes no mistakes."""
+    folder = tmp_path_factory.mktemp("able") / "whisper"
+    make_folder(folder, 5, 240)
     return folder
 
 
@@ -126,6 +136,35 @@ def test_a_folder_trained_further_does_in_the_pipeline_what_was_reported(
     assert 0.0 < plain_wer(before) < 0.9  # there was something to keep and something to learn
     assert plain_wer(folders[12]) < plain_wer(before)
     assert plain_wer(folders[lines[-1]["best"]]) == min(line["wer"] for line in lines)
+
+
+@pytest.mark.parametrize("optimizer", names())
+def test_default_rates_are_a_quarter_for_trained_weights(optimizer: str) -> None:
+    new, folder = Settings(optimizer=optimizer), Settings(optimizer=optimizer, model="folder")
+    assert folder.peak_lr == 0.25 * new.peak_lr == 0.25 * default_lr(optimizer)
+    assert replace(folder, lora=4).peak_lr == new.peak_lr  # adapters are new
+    assert replace(folder, lr=0.3).peak_lr == 0.3
+
+
+def test_the_default_rate_keeps_what_a_good_model_can(
+    able: Path, spoken: Path, tmp_path: Path
+) -> None:
+    """In the domain of the model; four times the rate spoils two thirds of the words."""
+    out = tmp_path / "out"
+    result = run(
+        "train", "--model", able, "--data", spoken / "train.tsv", "--validation",
+        spoken / "check.tsv", "--language", "de", "--steps", "20", "--batch-size", "8", "--out",
+        out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "learning rate: 0.01, a quarter of the default of quality" in result.output
+    before, after = evaluations(out)
+    words = sum(len(one.text.split()) for one in find_data(spoken / "check.tsv").train)
+    assert before["wer"] * words <= 2.0
+    assert (after["wer"] - before["wer"]) * words <= 2.0
+    assert all(line["lr"] < 0.01 for line in read_metrics(out) if "loss" in line)
+    kept = "the training did not improve on the model that it began with"
+    assert (kept in result.output) == (after["best"] == 0)
 
 
 def test_the_written_folder_is_complete(toy: Path, tuned: Path) -> None:

@@ -112,7 +112,8 @@ Model = Annotated[
     typer.Option(help="nano, tiny or base with random weights, or a model folder [nano]"),
 ]
 LearningRate = Annotated[
-    float | None, typer.Option(help="Peak learning rate [the optimizer's default]")
+    float | None,
+    typer.Option(help="Peak learning rate [the optimizer's; a quarter of it for a model folder]"),
 ]
 Decay = Annotated[float | None, typer.Option(help="Weight decay [the optimizer's default]")]
 Schedule = Annotated[
@@ -596,10 +597,17 @@ def _print_best(results: list[RunResult], out: Path) -> None:
     group = finished(one for one in results if one.label == label)
     if not group:
         raise InputError("all trainings diverged; try lower rates with --tune, or raise --warmup")
-    model = out / RUNS / min(group, key=by_quality).folder
+    chosen = min(group, key=by_quality)
+    model = out / RUNS / chosen.folder
     best, last = mean_wer(best_errors(group)), mean_wer(last_errors(group))
     seeds = "" if len(group) == 1 else f" (mean of {len(group)} seeds)"
-    typer.echo(f"best:    {label}, WER {best:.1%}{seeds}; after the last step {last:.1%}. Try it:")
+    typer.echo(f"best:    {label}, WER {best:.1%}{seeds}; after the last step {last:.1%}")
+    if chosen.unsurpassed is not None:
+        typer.echo(
+            f"         it did not improve on the model that it began with, WER "
+            f"{chosen.unsurpassed:.1%}, which is kept as its best"
+        )
+    typer.echo("try it:")
     typer.echo(f"  {_transcribe_command(model, out)}")
 
 
@@ -623,6 +631,8 @@ def _print_summary(
     best = trainer.best
     if best is not None:
         typer.echo(f"best:    {out / BEST}, WER {best.wer:.1%} at step {best.step}")
+        if best.step == 0:
+            typer.echo("         the training did not improve on the model that it began with")
     typer.echo(f"last:    {result.checkpoint}")
     typer.echo(f"metrics: {out / METRICS}")
     typer.echo("try it:")
