@@ -595,7 +595,7 @@ def test_comparisons_of_a_model_folder_have_a_quarter_of_the_rates() -> None:
     comparison = Comparison(replace(BASE, model="folder"), ["quality", "adamw"], tune=True)
     for name in comparison.optimizers:
         assert comparison.run(name, None, 0).settings.lr == 0.25 * default_lr(name)
-    tried = {run.settings.lr for run in comparing._tuning_runs(comparison)}
+    tried = {run.settings.peak_lr for run in comparing._tuning_runs(comparison)}
     assert 0.25 * default_lr("quality") in tried
     assert max(tried) == default_lr("quality")
 

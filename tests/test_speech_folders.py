@@ -470,10 +470,60 @@ def test_a_folder_that_lacks_weights_is_named(toy: Path, tmp_path: Path) -> None
         load_model(folder)
 
 
-def test_what_the_model_is_too_small_for_is_named(toy: Path, spoken: Path, tmp_path: Path) -> None:
-    (tmp_path / "talk.tsv").write_text(f"{spoken}/5000.wav\t{'uh ' * 40}\n{spoken}/5001.wav\toh\n")
-    with pytest.raises(InputError, match=r"5000\.wav: 'uh .* tokens, but the model takes at most"):
-        prepare(settings(spoken, toy, data=str(tmp_path / "talk.tsv")))
+def test_texts_that_are_too_long_for_the_model_are_left_out(
+    toy: Path, spoken: Path, tmp_path: Path
+) -> None:
+    """28 tokens besides the prompt: the end, two for the first word, one for each other."""
+    lines = [f"{spoken}/5000.wav\t{'uh ' * 27}\n", f"{spoken}/5001.wav\t{'uh ' * 26}\n"]
+    lines += [f"{spoken}/5002.wav\toh\n"]
+    data = tmp_path / "talk.tsv"
+    data.write_text("".join(lines))
+    chosen = settings(spoken, toy, data=str(data), steps=1, batch_size=2)
+    train(chosen, tmp_path / "out")
+    [_, row] = (tmp_path / "out" / "left-out.tsv").read_text().splitlines()
+    detail = f"{spoken}/5000.wav: its transcript has 29 tokens, but the model takes at most 28"
+    assert row.split("\t") == [f"{spoken}/5000.wav", "too long", detail, f"{data}:1"]
+    with pytest.raises(InputError, match=r"talk\.tsv:1: .*29 tokens.*; leave out --strict"):
+        prepare(replace(chosen, strict=True))
+    data.write_text(lines[0])
+    with pytest.raises(InputError, match=r"no recordings are left; 1 of 17 .* 1 too long \(5000"):
+        prepare(chosen)
+    synthesised = Settings(model=str(toy), task="sentences", utterances=2, validation_utterances=2)
+    with pytest.raises(InputError, match=r"texts of \d+ tokens, but the model takes at most 28"):
+        prepare(synthesised, tmp_path / "cache", 1)
+
+
+def test_the_overview_foresees_what_a_model_does_not_take(
+    toy: Path, english: Path, spoken: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "talk.tsv"
+    lines = [f"{spoken}/5000.wav\t{'uh ' * 27}\n", f"{spoken}/5001.wav\t{'uh ' * 26}\n"]
+    lines += [f"{spoken}/{5002 + number}.wav\tuh {one}\n" for number, one in enumerate("äöä")]
+    data.write_text("".join(lines))
+    found = json.loads(run("data", data, "--model", toy, "--json").stdout)
+    assert found["left_out"] == {"count": 1, "reasons": {"too long": 1}}
+    assert found["unspelled"]["count"] == 3
+    assert found["unspelled"]["characters"] == ["ä", "ö"]
+    shown = " ".join(run("data", data, "--model", toy).stdout.split())
+    assert "3 texts have what the model has no token for: 'ä', 'ö'" in shown
+    assert "5002.wav, 5003.wav, 5004.wav" in shown
+    # An English-only model has a shorter prompt; a new model is made for the texts.
+    for model in (english, "nano"):
+        other = json.loads(run("data", data, "--model", model, "--json").stdout)
+        assert other["left_out"]["count"] == 0
+    result = run("data", data, "--model", tmp_path / "nothing")
+    assert (result.exit_code, "nothing: no such folder" in result.stderr) == (2, True)
+
+
+def test_the_overview_needs_no_weights(toy: Path, spoken: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "light"
+    shutil.copytree(toy, folder)
+    (folder / "model.safetensors").unlink()
+    assert run("data", spoken / "train.tsv", "--model", folder).exit_code == 0
+    (folder / "tokenizer.json").write_text("{}")
+    result = run("data", spoken / "train.tsv", "--model", folder)
+    assert result.exit_code == 2
+    assert f"{folder}: cannot be read as a Whisper model" in result.stderr
 
 
 def test_speech_is_synthesised_in_the_language_of_the_folder(toy: Path, tmp_path: Path) -> None:

@@ -590,6 +590,11 @@ def test_a_rare_letter_in_the_validation_set(tmp_path: Path, cache: Path) -> Non
     (tmp_path / "all.tsv").write_text("".join(lines))
     found = prepare(Settings(data=str(tmp_path / "all.tsv"), batch_size=2))
     assert found.codec.missing(held_out.text) == []
+    (tmp_path / "more.tsv").write_text("a.wav\tø and a text that is longer than the others are\n")
+    settings = Settings(
+        data=str(tmp_path / "all.tsv"), validation=str(tmp_path / "more.tsv"), batch_size=2
+    )
+    assert prepare(settings).codec.missing("ø") == []
 
 
 def test_a_model_with_more_mel_bands_is_evaluated(tmp_path: Path) -> None:

@@ -310,6 +310,7 @@ def compare(
     epilog=_examples(
         "data recordings/",
         "data recordings/ --validation more.tsv --decode",
+        "data recordings.tsv --model whisper-small",
     )
 )
 def data(
@@ -318,6 +319,9 @@ def data(
     decode: Annotated[
         bool, typer.Option("--decode", help="Decode all audio, to find all damaged files")
     ] = False,
+    model: Annotated[
+        str | None, typer.Option(help="Model folder whose longest audio and texts count")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
     """Look recordings over without training.
@@ -328,7 +332,7 @@ def data(
     with _one_line_errors():
         from maxfactor_speech.data_command import show_data
 
-        if not show_data(path, validation, as_json, decode):
+        if not show_data(path, validation, as_json, decode, model):
             typer.echo(f"maxfactor: {path}: no recording can be used", err=True)
             raise typer.Exit(NOT_USABLE)
 
