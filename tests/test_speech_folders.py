@@ -294,7 +294,11 @@ def test_a_generation_config_of_an_older_checkpoint_is_completed(
     (folder / "generation_config.json").write_text(
         json.dumps({**own, "forced_decoder_ids": forced})
     )
-    assert prepare(settings(spoken, folder, language=None)).codec.start == codec.start
+    older = json.loads((toy / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**older, "forced_decoder_ids": forced}))
+    prepared = prepare(settings(spoken, folder, language=None))
+    assert prepared.codec.start == codec.start
+    assert "forced_decoder_ids" not in prepared.model.config.to_dict()
     (folder / "generation_config.json").write_text(json.dumps({**own, "language": "klingon"}))
     with pytest.raises(
         InputError, match=r"older: cannot be read as a Whisper model, language must"

@@ -79,6 +79,7 @@ def complete_generation(
 ) -> None:
     """Add the entries that generation configs of older checkpoints lack, in place."""
     generation: Any = model.generation_config
+    vars(model.config).pop("forced_decoder_ids", None)  # an older prompt, which is not used
     size = model.config.vocab_size
     vocabulary = {token: number for token, number in tokenizer.get_vocab().items() if number < size}
     if generation.decoder_start_token_id is None:
