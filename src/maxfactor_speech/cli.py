@@ -409,7 +409,7 @@ def bench(
 )
 def memory(
     model: Annotated[
-        str, typer.Argument(help="tiny, base, small, medium, large-v2, large-v3, or a model folder")
+        str, typer.Argument(help="tiny, base, small, medium, large-v3, …, or a model folder")
     ],
     dtype: Annotated[str, typer.Option(help="Dtype of the weights: bf16, fp16 or fp32")] = "bf16",
     batch_size: Annotated[int, typer.Option(help="Examples per batch; recordings of 30 s")] = 1,
@@ -645,9 +645,11 @@ def _print_summary(
 
 def _print_memory(rows: list[Row]) -> None:
     parts = ("weights", "gradients", "state", "borrowed", "activations", "total")
-    lines: list[tuple[str, ...]] = [("GB", *parts, "cards")]
+    is_small = max(row.weights for row in rows) < 1e8
+    unit = 1e6 if is_small else 1e9
+    lines: list[tuple[str, ...]] = [("MB" if is_small else "GB", *parts, "cards")]
     for row in rows:
-        sizes = [f"{getattr(row, part) / 1e9:.2f}" for part in parts]
+        sizes = [f"{getattr(row, part) / unit:.2f}" for part in parts]
         cards = f"{row.cards[0]} GB and more" if row.cards else "none up to 80 GB"
         lines.append((row.optimizer, *sizes, cards))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -10,7 +10,7 @@ import torch
 from transformers import WhisperForConditionalGeneration
 
 import maxfactor
-from maxfactor_speech.activations import SCORE_BYTES, activation_bytes
+from maxfactor_speech.activations import activation_bytes, autocast_bytes
 from maxfactor_speech.errors import DeviceMemoryError
 from maxfactor_speech.training import checkpoint
 from maxfactor_speech.training.adapters import check_peft
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from maxfactor_speech.training.preparation import Prepared
     from maxfactor_speech.training.settings import Settings
 
-GB = 1e9
+GB, MB = 1e9, 1e6
 WORTH_NAMING = 0.01  # of the memory of a training
 RANK = 8  # of adapters that are advised
 
@@ -44,8 +44,9 @@ class MemoryNeeds:
         return sum(asdict(self).values())
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {size / GB:.2f}" for name, size in asdict(self).items())
-        return f"about {self.total / GB:.2f} GB ({parts})"
+        unit, name = (GB, "GB") if self.total >= GB / 10 else (MB, "MB")
+        parts = ", ".join(f"{part} {size / unit:.2f}" for part, size in asdict(self).items())
+        return f"about {self.total / unit:.2f} {name} ({parts})"
 
 
 def memory_needs(settings: Settings, prepared: Prepared, world: int = 1) -> MemoryNeeds:
@@ -75,12 +76,12 @@ def memory_needs(settings: Settings, prepared: Prepared, world: int = 1) -> Memo
         # Adapters take their inputs in float32.
         itemsize=2 if is_half and (settings.lora is None or settings.weights == "fp32") else 4,
         checkpointing=settings.gradient_checkpointing,
-        score_bytes=2 if is_half else SCORE_BYTES,
+        is_half=is_half,
         trains_encoder=not settings.freeze_encoder,
     )
     active = settings.batch_size // world * example
-    if settings.autocast_dtype is not None:  # which casts all matrices, and keeps the copies
-        active += 2 * sum(param.numel() for param in model.parameters() if param.ndim > 1)
+    if settings.autocast_dtype is not None:
+        active += autocast_bytes(model)
     return MemoryNeeds(found.weights, found.gradients, state, found.borrowed, active)
 
 
