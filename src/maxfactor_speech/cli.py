@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path  # typer reads the annotations
 from shutil import which
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 try:
     import typer
@@ -497,16 +498,17 @@ def _train(
 
     reporter = make_reporter(Console()) if is_first() else Reporter()
     try:
-        result = loop.train(
-            settings,
-            out,
-            resume,
-            reporter,
-            tensorboard=tensorboard,
-            cache=cache,
-            workers=workers,
-            shard=shard,
-        )
+        with _plain_warnings():
+            result = loop.train(
+                settings,
+                out,
+                resume,
+                reporter,
+                tensorboard=tensorboard,
+                cache=cache,
+                workers=workers,
+                shard=shard,
+            )
     finally:
         reporter.close()
     if result.evaluation is None:
@@ -669,6 +671,30 @@ def _command() -> str:
         return "maxfactor" if which("maxfactor") else shlex.quote(str(called))
     names = [name for name in ("python", "python3") if which(name) == sys.executable]
     return f"{(names or [shlex.quote(sys.executable)])[0]} -m maxfactor_speech"
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Print warnings of ours, such as that of an unusual rate, without the place in the source."""
+    ours = Path(__file__).parent
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if Path(filename).is_relative_to(ours):
+                typer.echo(f"maxfactor: warning: {' '.join(str(message).split())}", err=True)
+            else:
+                usual(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show
+        yield
 
 
 @contextmanager

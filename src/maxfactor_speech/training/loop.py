@@ -282,8 +282,16 @@ def check_processes(settings: Settings, processes: SingleProcess) -> None:
 
 def check_model(settings: Settings) -> None:
     """Raise InputError for a missing model, before speech is synthesised for it."""
-    if settings.model not in SIZES:
+    if settings.model in SIZES:
+        return
+    try:
         find_model(Path(settings.model))
+    except InputError as error:
+        if Path(settings.model).exists():
+            raise
+        raise InputError(
+            f"{error}; {', '.join(SIZES)} are sizes of new models with random weights"
+        ) from error
 
 
 def check_folder(out: Path, settings: Settings, resume: bool) -> Path | None:

@@ -9,6 +9,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     GenerationConfig,
     WhisperConfig,
@@ -184,4 +185,9 @@ def _check_fit(
 
 
 def _not_whisper(folder: Path, error: Exception) -> InputError:
+    if isinstance(error, SafetensorError):
+        return InputError(
+            f"{folder}: cannot be read as a Whisper model, its weights are damaged or were not "
+            f"copied completely ({failure_reason(error)}); download or copy them again"
+        )
     return InputError(f"{folder}: cannot be read as a Whisper model, {failure_reason(error)}")
