@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from maxfactor_speech.training.preparation import Prepared
     from maxfactor_speech.training.settings import Settings
 
-GB, MB = 1e9, 1e6
+GB = 1e9
 WORTH_NAMING = 0.01  # of the memory of a training
 RANK = 8  # of adapters that are advised
 
@@ -44,9 +44,14 @@ class MemoryNeeds:
         return sum(asdict(self).values())
 
     def __str__(self) -> str:
-        unit, name = (GB, "GB") if self.total >= GB / 10 else (MB, "MB")
-        parts = ", ".join(f"{part} {size / unit:.2f}" for part, size in asdict(self).items())
-        return f"about {self.total / unit:.2f} {name} ({parts})"
+        unit, size = self.unit
+        parts = ", ".join(f"{name} {own / size:.2f}" for name, own in asdict(self).items())
+        return f"about {self.total / size:.2f} {unit} ({parts})"
+
+    @property
+    def unit(self) -> tuple[str, float]:
+        """The unit to show it in, and its bytes."""
+        return ("GB", GB) if self.total >= GB / 10 else ("MB", GB / 1000)
 
 
 def memory_needs(settings: Settings, prepared: Prepared, world: int = 1) -> MemoryNeeds:
@@ -154,9 +159,9 @@ def explained_out_of_memory(
 
 def _explanation(settings: Settings, prepared: Prepared, out: Path, world: int) -> str:
     needs = memory_needs(settings, prepared, world)
-    found = savings(settings, prepared, world)
-    options = [f"{option} saves {size / GB:.2f}" for option, size in found.items()]
-    advice = f"in GB, {', '.join(options)}" if options else "take a smaller model"
+    found, (unit, size) = savings(settings, prepared, world), needs.unit
+    options = [f"{option} saves {saved / size:.2f}" for option, saved in found.items()]
+    advice = f"in {unit}, {', '.join(options)}" if options else "take a smaller model"
     saved = checkpoint.checkpoints(out)
     kept = ""
     if saved:
