@@ -102,7 +102,16 @@ def test_absurd_entries_are_refused(
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
+    "no weights": (
+        lambda f: (f / "model.safetensors").unlink(),
+        "has no weights .*; download the model again",
+    ),
+    "half the weights": (
+        lambda f: os.truncate(
+            f / "model.safetensors", (f / "model.safetensors").stat().st_size - 1000
+        ),
+        r"weights are damaged or were not copied completely \(.*\); download or copy them again",
+    ),
     "cut weights": (lambda f: os.truncate(f / "model.safetensors", 70_000), "one of the files is"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer"),
     "cut tokenizer": (lambda f: os.truncate(f / "tokenizer.json", 5_000), "cannot be read"),

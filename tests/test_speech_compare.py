@@ -187,7 +187,7 @@ def test_finished_trainings_are_reused(tmp_path: Path) -> None:
         ["compare", *options.split(), "--evaluate-every=1", f"--out={out}", f"--cache={cache}"],
     )
     assert result.exit_code == 0, result.output
-    page, best, hint = result.output.splitlines()[-3:]
+    page, best, _, hint = result.output.splitlines()[-4:]
     assert page == f"report:  {out / 'report.html'}"
     assert best.startswith("best:    ")
     model, example = map(Path, hint.split()[-2:])
@@ -305,9 +305,8 @@ def test_the_best_optimizer_has_the_best_mean(
     where = [f"--out={tmp_path / 'out'}", f"--cache={tmp_path / 'cache'}"]
     result = CliRunner().invoke(app, ["compare", *options.split(), "--device=cpu", *where])
     assert result.exit_code == 0, result.output
-    best, hint = result.output.splitlines()[-2:]
-    expected = "WER 15.0% (mean of 2 seeds); after the last step 15.0%. Try it:"
-    assert best == f"best:    adamw, {expected}"
+    best, _, hint = result.output.splitlines()[-3:]
+    assert best == "best:    adamw, WER 15.0% (mean of 2 seeds); after the last step 15.0%"
     assert Path(hint.split()[-2]).name == steady[1].folder
     lost = [result_of(wer=None, cer=None, metrics=[], examples=[])]
     monkeypatch.setattr(comparing, "compare", lambda *_: lost)
@@ -561,6 +560,44 @@ def test_ranks_are_by_the_best_checkpoint_and_both_are_shown() -> None:
         for lr, best, last in ((0.1, 0.05, 0.3), (0.2, 0.1, 0.2))
     ]
     assert best_lr(tried, "fast") == 0.1
+
+
+def fine_tuned(label: str, *wers: float) -> RunResult:
+    """A training of a model folder that was better before the first step."""
+    examples = [{"reference": "one", "hypothesis": "one"}]
+    lines = [
+        {"step": 10 * number, "seconds": 1.0, "best": 0, "wer": wer, "raw_wer": wer, "cer": wer,
+         "examples": examples}
+        for number, wer in enumerate((0.05, *wers))
+    ]  # fmt: skip
+    return result_of(label, wer=wers[-1], raw_wer=wers[-1], cer=wers[-1], metrics=lines)
+
+
+def test_ranks_do_not_count_what_a_model_could_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    results = [fine_tuned("quality", 0.4, 0.5), fine_tuned("adamw", 0.2, 0.3)]
+    assert best_label(results) == "adamw"
+    cells = rows(report(results, "Speech"))
+    assert cells["adamw"][2:8] == ["20.0%", "20.0%", "20.0%", "10", "30.0%", "30.0%"]
+    assert [cells[label][8] for label in ("adamw", "quality")] == ["never", "never"]
+    tried = [replace(fine_tuned("fast", wer), lr=lr) for lr, wer in ((0.1, 0.4), (0.2, 0.3))]
+    assert best_lr(tried, "fast") == 0.2
+    monkeypatch.setattr(comparing, "compare", lambda *_: results)
+    options = "--steps=2 --batch-size=2 --utterances=8 --validation-utterances=2 --device=cpu"
+    where = [f"--out={tmp_path / 'out'}", f"--cache={tmp_path / 'cache'}"]
+    shown = CliRunner().invoke(app, ["compare", *options.split(), *where]).output
+    assert "best:    adamw, WER 20.0%; after the last step 30.0%\n" in shown
+    assert "did not improve on the model that it began with, WER 5.0%" in shown
+
+
+def test_comparisons_of_a_model_folder_have_a_quarter_of_the_rates() -> None:
+    comparison = Comparison(replace(BASE, model="folder"), ["quality", "adamw"], tune=True)
+    for name in comparison.optimizers:
+        assert comparison.run(name, None, 0).settings.lr == 0.25 * default_lr(name)
+    tried = {run.settings.peak_lr for run in comparing._tuning_runs(comparison)}
+    assert 0.25 * default_lr("quality") in tried
+    assert max(tried) == default_lr("quality")
 
 
 def test_memory_is_the_state_and_that_of_a_gpu() -> None:

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from maxfactor_speech.cli import app
 from maxfactor_speech.data.audio import SAMPLE_RATE
 from maxfactor_speech.data.features import extract, is_log_mel
+from maxfactor_speech.data.layouts import find_data
 from maxfactor_speech.errors import InputError
 from maxfactor_speech.training import checkpoint
 from maxfactor_speech.training.evaluation import Evaluation, Example
@@ -30,6 +31,7 @@ from maxfactor_speech.training.loop import train
 from maxfactor_speech.training.metrics import read_metrics
 from maxfactor_speech.training.model import encode
 from maxfactor_speech.training.model_folder import load_model
+from maxfactor_speech.training.optimizers import default_lr, names
 from maxfactor_speech.training.preparation import prefers_space, prepare
 from maxfactor_speech.training.recogniser import (
     complete_generation,
@@ -50,6 +52,14 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A multilingual Whisper for 5 s of audio that makes some mistakes."""
     folder = tmp_path_factory.mktemp("toy") / "whisper"
     make_folder(folder, 5, 100)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def able(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, trained for longer, so that it makes no mistakes."""
+    folder = tmp_path_factory.mktemp("able") / "whisper"
+    make_folder(folder, 5, 240)
     return folder
 
 
@@ -126,6 +136,35 @@ def test_a_folder_trained_further_does_in_the_pipeline_what_was_reported(
     assert 0.0 < plain_wer(before) < 0.9  # there was something to keep and something to learn
     assert plain_wer(folders[12]) < plain_wer(before)
     assert plain_wer(folders[lines[-1]["best"]]) == min(line["wer"] for line in lines)
+
+
+@pytest.mark.parametrize("optimizer", names())
+def test_default_rates_are_a_quarter_for_trained_weights(optimizer: str) -> None:
+    new, folder = Settings(optimizer=optimizer), Settings(optimizer=optimizer, model="folder")
+    assert folder.peak_lr == 0.25 * new.peak_lr == 0.25 * default_lr(optimizer)
+    assert replace(folder, lora=4).peak_lr == new.peak_lr  # adapters are new
+    assert replace(folder, lr=0.3).peak_lr == 0.3
+
+
+def test_the_default_rate_keeps_what_a_good_model_can(
+    able: Path, spoken: Path, tmp_path: Path
+) -> None:
+    """In the domain of the model; four times the rate spoils two thirds of the words."""
+    out = tmp_path / "out"
+    result = run(
+        "train", "--model", able, "--data", spoken / "train.tsv", "--validation",
+        spoken / "check.tsv", "--language", "de", "--steps", "20", "--batch-size", "8", "--out",
+        out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "learning rate: 0.01, a quarter of the default of quality" in result.output
+    before, after = evaluations(out)
+    words = sum(len(one.text.split()) for one in find_data(spoken / "check.tsv").train)
+    assert before["wer"] * words <= 2.0
+    assert (after["wer"] - before["wer"]) * words <= 2.0
+    assert all(line["lr"] < 0.01 for line in read_metrics(out) if "loss" in line)
+    kept = "the training did not improve on the model that it began with"
+    assert (kept in result.output) == (after["best"] == 0)
 
 
 def test_the_written_folder_is_complete(toy: Path, tuned: Path) -> None:
@@ -255,7 +294,11 @@ def test_a_generation_config_of_an_older_checkpoint_is_completed(
     (folder / "generation_config.json").write_text(
         json.dumps({**own, "forced_decoder_ids": forced})
     )
-    assert prepare(settings(spoken, folder, language=None)).codec.start == codec.start
+    older = json.loads((toy / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**older, "forced_decoder_ids": forced}))
+    prepared = prepare(settings(spoken, folder, language=None))
+    assert prepared.codec.start == codec.start
+    assert "forced_decoder_ids" not in prepared.model.config.to_dict()
     (folder / "generation_config.json").write_text(json.dumps({**own, "language": "klingon"}))
     with pytest.raises(
         InputError, match=r"older: cannot be read as a Whisper model, language must"
@@ -431,10 +474,60 @@ def test_a_folder_that_lacks_weights_is_named(toy: Path, tmp_path: Path) -> None
         load_model(folder)
 
 
-def test_what_the_model_is_too_small_for_is_named(toy: Path, spoken: Path, tmp_path: Path) -> None:
-    (tmp_path / "talk.tsv").write_text(f"{spoken}/5000.wav\t{'uh ' * 40}\n{spoken}/5001.wav\toh\n")
-    with pytest.raises(InputError, match=r"5000\.wav: 'uh .* tokens, but the model takes at most"):
-        prepare(settings(spoken, toy, data=str(tmp_path / "talk.tsv")))
+def test_texts_that_are_too_long_for_the_model_are_left_out(
+    toy: Path, spoken: Path, tmp_path: Path
+) -> None:
+    """28 tokens besides the prompt: the end, two for the first word, one for each other."""
+    lines = [f"{spoken}/5000.wav\t{'uh ' * 27}\n", f"{spoken}/5001.wav\t{'uh ' * 26}\n"]
+    lines += [f"{spoken}/5002.wav\toh\n"]
+    data = tmp_path / "talk.tsv"
+    data.write_text("".join(lines))
+    chosen = settings(spoken, toy, data=str(data), steps=1, batch_size=2)
+    train(chosen, tmp_path / "out")
+    [_, row] = (tmp_path / "out" / "left-out.tsv").read_text().splitlines()
+    detail = f"{spoken}/5000.wav: its transcript has 29 tokens, but the model takes at most 28"
+    assert row.split("\t") == [f"{spoken}/5000.wav", "too long", detail, f"{data}:1"]
+    with pytest.raises(InputError, match=r"talk\.tsv:1: .*29 tokens.*; leave out --strict"):
+        prepare(replace(chosen, strict=True))
+    data.write_text(lines[0])
+    with pytest.raises(InputError, match=r"no recordings are left; 1 of 17 .* 1 too long \(5000"):
+        prepare(chosen)
+    synthesised = Settings(model=str(toy), task="sentences", utterances=2, validation_utterances=2)
+    with pytest.raises(InputError, match=r"texts of \d+ tokens, but the model takes at most 28"):
+        prepare(synthesised, tmp_path / "cache", 1)
+
+
+def test_the_overview_foresees_what_a_model_does_not_take(
+    toy: Path, english: Path, spoken: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "talk.tsv"
+    lines = [f"{spoken}/5000.wav\t{'uh ' * 27}\n", f"{spoken}/5001.wav\t{'uh ' * 26}\n"]
+    lines += [f"{spoken}/{5002 + number}.wav\tuh {one}\n" for number, one in enumerate("äöä")]
+    data.write_text("".join(lines))
+    found = json.loads(run("data", data, "--model", toy, "--json").stdout)
+    assert found["left_out"] == {"count": 1, "reasons": {"too long": 1}}
+    assert found["unspelled"]["count"] == 3
+    assert found["unspelled"]["characters"] == ["ä", "ö"]
+    shown = " ".join(run("data", data, "--model", toy).stdout.split())
+    assert "3 texts have what the model has no token for: 'ä', 'ö'" in shown
+    assert "5002.wav, 5003.wav, 5004.wav" in shown
+    # An English-only model has a shorter prompt; a new model is made for the texts.
+    for model in (english, "nano"):
+        other = json.loads(run("data", data, "--model", model, "--json").stdout)
+        assert other["left_out"]["count"] == 0
+    result = run("data", data, "--model", tmp_path / "nothing")
+    assert (result.exit_code, "nothing: no such folder" in result.stderr) == (2, True)
+
+
+def test_the_overview_needs_no_weights(toy: Path, spoken: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "light"
+    shutil.copytree(toy, folder)
+    (folder / "model.safetensors").unlink()
+    assert run("data", spoken / "train.tsv", "--model", folder).exit_code == 0
+    (folder / "tokenizer.json").write_text("{}")
+    result = run("data", spoken / "train.tsv", "--model", folder)
+    assert result.exit_code == 2
+    assert f"{folder}: cannot be read as a Whisper model" in result.stderr
 
 
 def test_speech_is_synthesised_in_the_language_of_the_folder(toy: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from maxfactor.backends.dispatch import has_triton
 from maxfactor_speech import activations, memory
 from maxfactor_speech.bench.shapes import elements, shapes
 from maxfactor_speech.cli import app
+from maxfactor_speech.training.memory_needs import memory_needs
+from maxfactor_speech.training.settings import Settings
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -81,12 +84,12 @@ def test_the_tables_of_the_documents() -> None:
     for row in json.loads(done.stdout):
         parts = [row[part] / 1e9 for part in ("weights", "gradients", "state", "borrowed")]
         cells = [f"{part:.2f}".removeprefix("0").replace(".00", "0") for part in parts]
-        every = [*cells, f"{row['activations'] / 1e9:.2f}"[1:], f"{row['total'] / 1e9:.2f}"]
-        assert f" | {' | '.join(every)} |" in table
-        if row["optimizer"] in RECIPES:  # with the activations of `maxfactor train`
-            total = sum(parts) + 0.27
-            ours = [f"`{row['optimizer']}`", *cells, ".27", f"{total:.1f}", f"{total + 0.63:.1f}"]
-            assert f"| {' | '.join(ours)} |" in whisper
+        active, total = row["activations"] / 1e9, row["total"] / 1e9
+        cells.append(f"{active:.2f}".removeprefix("0"))
+        assert f" | {' | '.join([*cells, f'{total:.2f}'])} |" in table
+        if row["optimizer"] in RECIPES:
+            own = [f"`{row['optimizer']}`", *cells, f"{sum(parts) + active:.1f}", f"{total:.1f}"]
+            assert f"| {' | '.join(own)} |" in whisper
 
 
 def test_folders(tmp_path: Path) -> None:
@@ -100,6 +103,56 @@ def test_folders(tmp_path: Path) -> None:
         model = transformers.LlamaForCausalLM(config)
     assert rows[0]["weights"] >= 2 * sum(param.numel() for param in model.parameters())
     assert rows[0]["activations"] == 100 * (2 * 2 * (9 * 32 + 4 * 64) + 16 * 60)
+
+
+def test_a_folder_without_architectures(tmp_path: Path) -> None:
+    """Its type tells which class it is."""
+    for config, kind in [
+        (whisper(), transformers.WhisperForConditionalGeneration),
+        (transformers.T5Config(d_model=32, d_ff=64, num_layers=1, vocab_size=60), None),
+        (transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=60), None),
+    ]:
+        config.save_pretrained(tmp_path)
+        found = run(str(tmp_path), "--json", "--dtype", "fp32")
+        assert found.exit_code == 0, found.output
+        if kind is not None:
+            count = sum(param.numel() for param in kind(config).parameters())
+            assert json.loads(found.output)[0]["weights"] == 4 * count
+    assert run(str(tmp_path)).output.startswith("MB ")
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),  # as published, with the encoder's table of positions
+    [
+        ("openai/whisper-large-v3", 1543.5), ("whisper-large-v3", 1543.5), ("tiny.en", 37.8),
+        ("openai/whisper-medium.en", 763.9), ("large-v3-turbo", 808.9), ("turbo", 808.9),
+        ("whisper-large-v2", 1543.3), ("openai/whisper-small", 241.7),
+    ],
+)  # fmt: skip
+def test_names_of_whispers(name: str, millions: float) -> None:
+    built = memory._build(name)
+    assert sum(param.numel() for param in built.parameters()) / 1e6 == pytest.approx(
+        millions, abs=0.06
+    )
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp32"])
+def test_the_command_and_a_training_count_alike(tmp_path: Path, weights: str) -> None:
+    """`maxfactor memory` and the line before a training."""
+    config, tokens = whisper(), 90
+    config.architectures = ["WhisperForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    options = ["--dtype", weights, "--tokens", str(tokens), "--batch-size", "2"]
+    rows = {
+        row["optimizer"]: row for row in json.loads(run(str(tmp_path), "--json", *options).output)
+    }
+    with torch.device("meta"):
+        model: Any = transformers.WhisperForConditionalGeneration(config)
+    prepared: Any = SimpleNamespace(model=model, longest_text=tokens)
+    settings = Settings(model=str(tmp_path), optimizer="lean", weights=weights, batch_size=2)
+    needs, row = memory_needs(settings, prepared), rows["lean"]
+    assert needs.activations == row["activations"]
+    assert needs.gradients == row["gradients"]
 
 
 @pytest.mark.parametrize(

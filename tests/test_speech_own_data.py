@@ -392,9 +392,35 @@ BAD_FOLDERS: list[tuple[dict[str, str], str]] = [
     ({"wav.scp": "u a\n", "text": "v x\n", "segments": "v u 2 1"}, r"segments:1: the segment must"),
     ({"wav.scp": "u a\n", "text": "v x\n", "segments": "v u a 1"}, r"segments:1: start must be"),
     ({"metadata.csv": "", "metadata.jsonl": ""}, r"has metadata\.csv and metadata\.jsonl; give"),
+    ({f"{name}.csv": "" for name in "abcdef"}, r"several tables, a\.csv, .*, e\.csv, …; give"),
     ({"metadata.csv": "a,b\n"}, r"metadata\.csv:1: the columns are"),
     ({"metadata.csv": "a|b\nc\n", "wavs/a.wav": ""}, r"metadata\.csv:2: must be name\|text, got"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "layout"),
+    [
+        ("x.csv", "path,text\na.wav,hello\n", "CSV"),
+        ("x.tsv", "a.wav\thello\n", "TSV"),
+        ("manifest.json", '{"audio_filepath": "a.wav", "text": "hello"}\n', "NeMo manifest"),
+        ("x.JSONL", '{"path": "a.wav", "text": "hello"}\n', "JSON lines"),
+    ],
+)
+def test_a_folder_with_one_table_is_that_table(
+    tmp_path: Path, name: str, content: str, layout: str
+) -> None:
+    write(tmp_path / name, content)
+    write(tmp_path / "README.txt", "about")
+    found = find_data(tmp_path)
+    assert found.layout == layout
+    assert [(one.path, one.text) for one in found.train] == [(tmp_path / "a.wav", "hello")]
+    write(tmp_path / name, content.replace("a.wav", "../a.wav"))
+    with pytest.raises(InputError, match="is outside the data set"):
+        find_data(tmp_path)
+    write(tmp_path / "other.tsv", "a.wav\thello\n")
+    with pytest.raises(InputError, match=r"has several tables, .*other\.tsv.*; give one of them"):
+        find_data(tmp_path)
 
 
 @pytest.mark.parametrize(("files", "message"), BAD_FOLDERS)

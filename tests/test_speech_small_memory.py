@@ -179,7 +179,7 @@ def test_weights_in_bfloat16_are_evaluated_and_written_as_such(
     train(replace(chosen, steps=2), tmp_path / "parts")
     train(chosen, tmp_path / "parts", resume=True)
     assert_same(weights(tmp_path / "parts"), after)
-    assert re.search(r"memory: about 0\.\d\d GB \(weights 0\.00, gradients ", result.output)
+    assert re.search(r"memory: about 1\.\d\d MB \(weights 0\.1\d, gradients ", result.output)
 
 
 def test_a_model_from_scratch_can_have_weights_in_bfloat16(spoken: Path, tmp_path: Path) -> None:
@@ -379,12 +379,13 @@ def test_out_of_memory_names_what_would_help_and_keeps_the_checkpoint(
     assert result.exit_code == 2, result.output
     assert len(result.stderr.splitlines()) == 1
     text = result.stderr
-    assert text.startswith("maxfactor: out of memory: the training needs about 0.0")
+    assert text.startswith("maxfactor: out of memory: the training needs about 2.")
+    assert "); in MB, --" in text
     offered = {
         "--release-gradients", "--gradient-checkpointing", "--weights bf16", "--lora 8",
         "--batch-size 2 --grad-accum 2", "--freeze-encoder", "--optimizer lean",
     }  # fmt: skip
-    assert set(re.findall(r"(--[-\w ]+) saves 0\.\d\d", text)) == offered
+    assert set(re.findall(r"(--[-\w ]+) saves \d\.\d\d", text)) == offered
     last = checkpoint.checkpoints(out)[-1]
     assert last.name == "step-00000002"
     assert f"{last} is intact, and --resume takes --release-gradients" in text

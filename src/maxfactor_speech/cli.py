@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path  # typer reads the annotations
 from shutil import which
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 try:
     import typer
@@ -112,7 +113,8 @@ Model = Annotated[
     typer.Option(help="nano, tiny or base with random weights, or a model folder [nano]"),
 ]
 LearningRate = Annotated[
-    float | None, typer.Option(help="Peak learning rate [the optimizer's default]")
+    float | None,
+    typer.Option(help="Peak learning rate [the optimizer's; a quarter of it for a model folder]"),
 ]
 Decay = Annotated[float | None, typer.Option(help="Weight decay [the optimizer's default]")]
 Schedule = Annotated[
@@ -309,6 +311,7 @@ def compare(
     epilog=_examples(
         "data recordings/",
         "data recordings/ --validation more.tsv --decode",
+        "data recordings.tsv --model whisper-small",
     )
 )
 def data(
@@ -317,6 +320,9 @@ def data(
     decode: Annotated[
         bool, typer.Option("--decode", help="Decode all audio, to find all damaged files")
     ] = False,
+    model: Annotated[
+        str | None, typer.Option(help="Model folder whose longest audio and texts count")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
     """Look recordings over without training.
@@ -327,7 +333,7 @@ def data(
     with _one_line_errors():
         from maxfactor_speech.data_command import show_data
 
-        if not show_data(path, validation, as_json, decode):
+        if not show_data(path, validation, as_json, decode, model):
             typer.echo(f"maxfactor: {path}: no recording can be used", err=True)
             raise typer.Exit(NOT_USABLE)
 
@@ -404,7 +410,7 @@ def bench(
 )
 def memory(
     model: Annotated[
-        str, typer.Argument(help="tiny, base, small, medium, large-v2, large-v3, or a model folder")
+        str, typer.Argument(help="tiny, base, small, medium, large-v3, …, or a model folder")
     ],
     dtype: Annotated[str, typer.Option(help="Dtype of the weights: bf16, fp16 or fp32")] = "bf16",
     batch_size: Annotated[int, typer.Option(help="Examples per batch; recordings of 30 s")] = 1,
@@ -492,16 +498,17 @@ def _train(
 
     reporter = make_reporter(Console()) if is_first() else Reporter()
     try:
-        result = loop.train(
-            settings,
-            out,
-            resume,
-            reporter,
-            tensorboard=tensorboard,
-            cache=cache,
-            workers=workers,
-            shard=shard,
-        )
+        with _plain_warnings():
+            result = loop.train(
+                settings,
+                out,
+                resume,
+                reporter,
+                tensorboard=tensorboard,
+                cache=cache,
+                workers=workers,
+                shard=shard,
+            )
     finally:
         reporter.close()
     if result.evaluation is None:
@@ -596,10 +603,17 @@ def _print_best(results: list[RunResult], out: Path) -> None:
     group = finished(one for one in results if one.label == label)
     if not group:
         raise InputError("all trainings diverged; try lower rates with --tune, or raise --warmup")
-    model = out / RUNS / min(group, key=by_quality).folder
+    chosen = min(group, key=by_quality)
+    model = out / RUNS / chosen.folder
     best, last = mean_wer(best_errors(group)), mean_wer(last_errors(group))
     seeds = "" if len(group) == 1 else f" (mean of {len(group)} seeds)"
-    typer.echo(f"best:    {label}, WER {best:.1%}{seeds}; after the last step {last:.1%}. Try it:")
+    typer.echo(f"best:    {label}, WER {best:.1%}{seeds}; after the last step {last:.1%}")
+    if chosen.unsurpassed is not None:
+        typer.echo(
+            f"         it did not improve on the model that it began with, WER "
+            f"{chosen.unsurpassed:.1%}, which is kept as its best"
+        )
+    typer.echo("try it:")
     typer.echo(f"  {_transcribe_command(model, out)}")
 
 
@@ -623,6 +637,8 @@ def _print_summary(
     best = trainer.best
     if best is not None:
         typer.echo(f"best:    {out / BEST}, WER {best.wer:.1%} at step {best.step}")
+        if best.step == 0:
+            typer.echo("         the training did not improve on the model that it began with")
     typer.echo(f"last:    {result.checkpoint}")
     typer.echo(f"metrics: {out / METRICS}")
     typer.echo("try it:")
@@ -631,9 +647,11 @@ def _print_summary(
 
 def _print_memory(rows: list[Row]) -> None:
     parts = ("weights", "gradients", "state", "borrowed", "activations", "total")
-    lines: list[tuple[str, ...]] = [("GB", *parts, "cards")]
+    is_small = max(row.weights for row in rows) < 1e8
+    unit = 1e6 if is_small else 1e9
+    lines: list[tuple[str, ...]] = [("MB" if is_small else "GB", *parts, "cards")]
     for row in rows:
-        sizes = [f"{getattr(row, part) / 1e9:.2f}" for part in parts]
+        sizes = [f"{getattr(row, part) / unit:.2f}" for part in parts]
         cards = f"{row.cards[0]} GB and more" if row.cards else "none up to 80 GB"
         lines.append((row.optimizer, *sizes, cards))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -653,6 +671,30 @@ def _command() -> str:
         return "maxfactor" if which("maxfactor") else shlex.quote(str(called))
     names = [name for name in ("python", "python3") if which(name) == sys.executable]
     return f"{(names or [shlex.quote(sys.executable)])[0]} -m maxfactor_speech"
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Print warnings of ours, such as that of an unusual rate, without the place in the source."""
+    ours = Path(__file__).parent
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if Path(filename).is_relative_to(ours):
+                typer.echo(f"maxfactor: warning: {' '.join(str(message).split())}", err=True)
+            else:
+                usual(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show
+        yield
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -12,25 +13,30 @@ from rich.console import Console
 from rich.table import Table
 
 from maxfactor_speech.data.overview import look_over
-from maxfactor_speech.data.screening import REASONS
+from maxfactor_speech.data.screening import LONGEST, REASONS
+from maxfactor_speech.training.model import SIZES, longest_audio
+from maxfactor_speech.training.model_folder import load_outline
+from maxfactor_speech.training.recogniser import with_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from rich.console import RenderableType
 
-    from maxfactor_speech.data.overview import Letter, Overview, Part
+    from maxfactor_speech.data.overview import Letter, Overview, Part, Unspelled
     from maxfactor_speech.data.screening import LeftOut
+    from maxfactor_speech.data.tokens import TextLimit
 
 NAMED = 5  # recordings, texts and files of each kind that are named
 CHARACTERS = 60  # that are shown
 COLOUR = "cyan"
 
 
-def show_data(data: Path, validation: Path | None, as_json: bool, decode: bool) -> bool:
+def show_data(
+    data: Path, validation: Path | None, as_json: bool, decode: bool, model: str | None = None
+) -> bool:
     """Print what a data set contains; return whether it can be trained on."""
-    overview = look_over(data, validation, decode)
+    overview = look_over(data, validation, decode, *_limits(model))
     # No markup: transcripts and names of files may have square brackets.
     console = Console(markup=False, emoji=False, highlight=False)
     if as_json:
@@ -39,6 +45,17 @@ def show_data(data: Path, validation: Path | None, as_json: bool, decode: bool) 
         for section in _sections(overview):
             console.print(section)
     return overview.is_usable
+
+
+def _limits(model: str | None) -> tuple[float, TextLimit | None]:
+    """Return the longest audio and texts of a model; a new one is made for all texts."""
+    if model is None or model in SIZES:
+        return LONGEST, None
+    found = load_outline(Path(model))
+    if found.is_multilingual:  # any language makes the prompt as long
+        known = [token[2:-2] for token in found.generation.lang_to_id]
+        found = with_prompt(found, found.language or known[0], None, model)
+    return longest_audio(found.model), found.text_limit
 
 
 def _sections(overview: Overview) -> Iterator[RenderableType]:
@@ -50,6 +67,7 @@ def _sections(overview: Overview) -> Iterator[RenderableType]:
         yield _lengths(overview.train)
         yield from _characters(overview.train.letters)
     yield from _duplicates(overview)
+    yield from _unspelled(overview.unspelled)
     yield from _left_out(overview.left_out, overview.total)
 
 
@@ -62,19 +80,26 @@ def _parts(*parts: Part) -> Table:
     return table
 
 
-_FIGURES = ("recordings", "hours", "sampling rates", "words", "different words", "longest text")
+_FIGURES = ("recordings", "duration", "sampling rates", "words", "different words", "longest text")
 
 
 def _figures(part: Part) -> tuple[str, ...]:
     rates = ", ".join(f"{rate / 1000:g} kHz" for rate in part.rates)
     return (
         f"{part.recordings:,}",
-        f"{part.hours:,.2f}",
+        _duration(part.hours),
         rates or "none",
         f"{part.words:,}",
         f"{part.different_words:,}",
         f"{len(part.longest_text):,} characters",
     )
+
+
+def _duration(hours: float) -> str:
+    """Return hours, or minutes or seconds if there are few."""
+    if hours >= 1.0:
+        return f"{hours:,.1f} hours"
+    return f"{60.0 * hours:.1f} minutes" if hours >= 1 / 60 else f"{3600.0 * hours:.1f} s"
 
 
 def _lengths(part: Part) -> Table:
@@ -112,6 +137,14 @@ def _duplicates(overview: Overview) -> Iterator[str]:
     ):
         if found:
             yield f"{len(found):,} {what} are in training and in validation: {_some(found)}"
+
+
+def _unspelled(found: Sequence[Unspelled]) -> Iterator[str]:
+    if found:
+        missing = sorted({repr(one) for text in found for one in text.missing})
+        names = _some([text.recording.path.name for text in found])
+        yield f"{len(found):,} texts have what the model has no token for: {_some(missing)}"
+        yield f"a training with it refuses them: {names}"
 
 
 def _left_out(left_out: Sequence[LeftOut], total: int) -> Iterator[RenderableType]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import re
 
+FULL = "the disk is full"
+
 
 class InputError(ValueError):
     """The user's input cannot be used. The message is one line and names the input."""
@@ -19,10 +21,10 @@ class DeviceMemoryError(InputError):
 
 
 def failure_reason(error: BaseException) -> str:
-    """Return the first line of an error's text; a full disk is named as such."""
+    """Return the first line of an error's text; a full disk is named, with the remedy."""
     text = str(getattr(error, "strerror", None) or error) or type(error).__name__
     is_full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text
-    return "the disk is full" if is_full else text.splitlines()[0]
+    return f"{FULL}; free some space" if is_full else text.splitlines()[0]
 
 
 def download_hint(model: str) -> str:

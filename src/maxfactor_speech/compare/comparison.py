@@ -34,7 +34,6 @@ from maxfactor_speech.signals import sigterm_as_interrupt
 from maxfactor_speech.state_size import state_bytes
 from maxfactor_speech.training.loop import TrainingResult, train
 from maxfactor_speech.training.metrics import read_metrics
-from maxfactor_speech.training.optimizers import default_lr
 from maxfactor_speech.training.preparation import prepare, trained_parameters
 from maxfactor_speech.training.settings import SETTINGS
 
@@ -106,7 +105,7 @@ def _tuning_runs(comparison: Comparison) -> list[Run]:
     if not comparison.tune:
         return []
     return [
-        comparison.run(name, factor * default_lr(name), 0)
+        comparison.run(name, factor * comparison.run(name, None, 0).settings.peak_lr, 0)
         for name in comparison.optimizers
         for factor in LR_FACTORS
     ]

@@ -29,9 +29,8 @@ COLORS = (
     "#bcbd22", "#17becf", "#332288", "#882255",
 )  # fmt: skip
 NOTE = (
-    "Ranked by the best checkpoint, which is the one that transcribe and --model use. WER is the "
-    "word error rate of normalised texts, raw that of the texts as they are, CER the character "
-    "error rate."
+    "Ranked by the best checkpoint after a step. WER is the word error rate of normalised texts, "
+    "raw that of the texts as they are, CER the character error rate."
 )
 SHORTER = {
     "model.": "", ".weight": "", ".layers": "", "encoder_attn": "cross", "self_attn": "self",
@@ -437,7 +436,8 @@ def _gpu_peak(group: Sequence[RunResult]) -> str:
 def _steps_to_target(group: Sequence[RunResult]) -> int | None:
     """Return the first step at which the mean over seeds is at most TARGET."""
     steps, _, wers, _ = _averaged(group, "wer", "step")
-    return next((int(step) for step, wer in zip(steps, wers, strict=True) if wer <= TARGET), None)
+    pairs = zip(steps, wers, strict=True)
+    return next((int(step) for step, wer in pairs if step > 0 and wer <= TARGET), None)
 
 
 def _examples(groups: dict[str, list[RunResult]]) -> str:

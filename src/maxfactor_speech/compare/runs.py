@@ -88,13 +88,22 @@ class RunResult:
 
     @property
     def best(self) -> Errors | None:
-        """The error rates of the best checkpoint; None if the training diverged."""
-        evaluations = {line["step"]: line for line in self.metrics if "wer" in line}
-        steps = [line["best"] for line in evaluations.values() if line.get("best") is not None]
-        if self.wer is None or not steps:
+        """The best error rates after a step; None if the training diverged.
+
+        Those before the first step are the same for all optimizers.
+        """
+        evaluations = [line for line in self.metrics if "wer" in line and line["step"] > 0]
+        if self.wer is None or not evaluations:
             return self.last
-        line = evaluations[steps[-1]]
-        return Errors(steps[-1], *(line[name] for name in Errors._fields[1:]))
+        line = min(evaluations, key=lambda one: (one["wer"], one["cer"]))
+        return Errors(*(line[name] for name in Errors._fields))
+
+    @property
+    def unsurpassed(self) -> float | None:
+        """The word error rate before the first step, if no checkpoint is better than that."""
+        lines = [line for line in self.metrics if "wer" in line]
+        is_best = bool(lines) and lines[-1].get("best") == 0
+        return float(lines[0]["wer"]) if is_best else None
 
     @property
     def loss(self) -> float:
@@ -142,12 +151,12 @@ class Comparison:
         settings = replace(
             self.base,
             optimizer=optimizer,
-            # Always a number, so that a training with the default rate is not repeated in tuning.
-            lr=default_lr(optimizer) if lr is None else lr,
+            lr=lr,
             seed=self.base.seed + seed,
             utterances=self.base.utterance_count,  # the same data also for more steps
         )
-        return Run(optimizer, settings)
+        # Always a number, so that a training with the default rate is not repeated in tuning.
+        return Run(optimizer, replace(settings, lr=settings.peak_lr))
 
 
 def read_result(run: Run, folder: Path) -> RunResult | None:
@@ -168,8 +177,8 @@ def read_result(run: Run, folder: Path) -> RunResult | None:
 
 # ------------------------------------------------------------------------------- ranking
 #
-# By the best checkpoint, because `transcribe` and `--model` use it. The validation
-# set also chose it, so its error rate is a little optimistic, for all optimizers alike.
+# By the best checkpoint after a step. The validation set also chose it, so its error rate is a
+# little optimistic, for all optimizers alike.
 
 
 def finished(results: Iterable[RunResult]) -> list[RunResult]:

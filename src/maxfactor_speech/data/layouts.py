@@ -50,12 +50,15 @@ COMMON_VOICE: dict[str, Part] = {
     "test.tsv": "test",
 }
 VALIDATED = "validated.tsv"  # contains the clips of the other three
+TABLES = (".tsv", ".csv", ".json", ".jsonl")
+NAMED = 5  # tables that a message names
 METADATA = ("metadata.csv", "metadata.jsonl")
 INVALID = re.compile("[\0\ud800-\udfff]")  # zeros and lone surrogates, which JSON can spell
 ACCEPTED = (
     "a folder in the layout of LibriSpeech (*.trans.txt), Common Voice (train.tsv and clips/), "
     "audiofolder (metadata.csv or metadata.jsonl), LJSpeech (metadata.csv and wavs/) or Kaldi "
-    "(wav.scp and text), or a .tsv, .csv, .json or .jsonl file with the columns path and text"
+    "(wav.scp and text), or a .tsv, .csv, .json or .jsonl file with the columns path and text, "
+    "alone in its folder or given by itself"
 )
 
 
@@ -79,11 +82,14 @@ def find_data(path: Path) -> DataSet:
         InputError: If no layout fits, or if a table cannot be read. The message names the line.
     """
     try:
-        found = _in_folder(path) if path.is_dir() else DataSet(*_in_file(path))
+        found = _in_folder(path) if path.is_dir() else _in_file(path)
     except OSError as error:  # the name is too long, or a folder is not accessible
         raise InputError(f"{path}: cannot be read, {error.strerror}") from error
     if not found.train:
-        raise InputError(f"{path}: lists no recordings")
+        raise InputError(
+            f"{path}: lists no recordings; a line of a table has the path of an audio file and "
+            "its text"
+        )
     return found
 
 
@@ -97,9 +103,20 @@ def _in_folder(folder: Path) -> DataSet:
         layout = "LJSpeech" if all(map(_is_ljspeech, tables)) else "audiofolder"
         return DataSet(layout, *_audiofolder(folder, tables))
     transcripts = sorted(filter(is_file, folder.rglob("*.trans.txt")))
-    if not transcripts:
+    if transcripts:
+        return DataSet("LibriSpeech", *_librispeech(folder, transcripts))
+    found = [one for one in sorted(folder.iterdir()) if one.suffix.lower() in TABLES]
+    tables = [one for one in found if is_file(one)]
+    if not tables:
         raise InputError(f"{folder}: no known layout; it must be {ACCEPTED}")
-    return DataSet("LibriSpeech", *_librispeech(folder, transcripts))
+    if len(tables) > 1:
+        names = ", ".join(one.name for one in tables[:NAMED])
+        more = ", …" if len(tables) > NAMED else ""
+        raise InputError(
+            f"{folder}: has several tables, {names}{more}; give one of them as the data, and "
+            "another one with --validation if you like"
+        )
+    return _in_file(tables[0], folder)
 
 
 def _has(folder: Path, *names: str) -> bool:
@@ -107,13 +124,13 @@ def _has(folder: Path, *names: str) -> bool:
     return any((folder / name).is_file() for name in names)
 
 
-def _in_file(path: Path) -> tuple[str, list[Recording]]:
-    """Return the layout of a table, and its recordings."""
+def _in_file(path: Path, root: Path | None = None) -> DataSet:
+    """Return the recordings of a table, which must be inside `root`, if it is given."""
     folder, suffix = path.parent, path.suffix.lower()
     if not path.is_file():
         raise InputError(f"{path}: no such file or folder")
     if _is_ljspeech(path):
-        return "LJSpeech", _ljspeech(path, folder)
+        return DataSet("LJSpeech", _ljspeech(path, folder))
     if suffix in (".json", ".jsonl"):
         table = read_json_lines(path)
         layout = "NeMo manifest" if table.columns[0] == NEMO_COLUMN else "JSON lines"
@@ -122,10 +139,11 @@ def _in_file(path: Path) -> tuple[str, list[Recording]]:
     elif suffix == ".tsv":
         table, layout = read_tsv(path), "TSV"
         if table.columns == ("path", "sentence") and (folder / CLIPS).is_dir():
-            return "Common Voice", _recordings(table.entries, folder / CLIPS, folder)
+            clips = _recordings(table.entries, folder / CLIPS, folder)
+            return DataSet("Common Voice", clips)
     else:
         raise InputError(f"{path}: no known layout; it must be {ACCEPTED}")
-    return layout, _recordings(table.entries, folder)
+    return DataSet(layout, _recordings(table.entries, folder, root))
 
 
 # ------------------------------------------------------------------------------------ layouts

@@ -7,12 +7,13 @@ import unicodedata
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from maxfactor_speech.data.audio import SAMPLE_RATE
 from maxfactor_speech.data.own_data import select
+from maxfactor_speech.data.screening import LONGEST
 from maxfactor_speech.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from maxfactor_speech.data.recordings import Recording
     from maxfactor_speech.data.screening import LeftOut
+    from maxfactor_speech.data.tokens import TextLimit
 
 BINS = (0, 1, 2, 3, 5, 8, 12, 16, 20, 25, 30)  # seconds
 RARE_SCRIPT = 0.01  # of all letters: letters of a rarer script are unusual
@@ -51,6 +53,13 @@ class Part:
     letters: list[Letter]  # the most frequent first
 
 
+class Unspelled(NamedTuple):
+    """A recording whose text a model cannot spell."""
+
+    recording: Recording
+    missing: list[str]  # characters or words that it has no token for
+
+
 @dataclass(frozen=True)
 class Overview:
     """What a training would use, and what it would leave out."""
@@ -63,6 +72,7 @@ class Overview:
     same_audio: list[tuple[str, str]]  # the same audio in training and validation
     left_out: list[LeftOut]
     total: int  # recordings that are listed
+    unspelled: list[Unspelled]  # which a training with the model refuses
 
     @property
     def is_usable(self) -> bool:
@@ -81,6 +91,11 @@ class Overview:
             "validation_from": self.validation_from,
             "same_texts": {"count": len(self.same_texts), "first": self.same_texts[:NAMED]},
             "same_audio": {"count": len(self.same_audio), "first": self.same_audio[:NAMED]},
+            "unspelled": {
+                "count": len(self.unspelled),
+                "characters": sorted({one for text in self.unspelled for one in text.missing}),
+                "first": [str(one.recording.path) for one in self.unspelled[:NAMED]],
+            },
             "left_out": {"count": len(self.left_out), "reasons": dict(sorted(reasons.items()))},
             "left_out_recordings": [
                 {"path": str(r.path), "reason": reason, "detail": detail, "listed_in": r.where}
@@ -89,15 +104,25 @@ class Overview:
         }
 
 
-def look_over(data: Path, validation: Path | None = None, decode: bool = False) -> Overview:
+def look_over(
+    data: Path,
+    validation: Path | None = None,
+    decode: bool = False,
+    longest: float = LONGEST,
+    limit: TextLimit | None = None,
+) -> Overview:
     """Look a data set over as a training would use it.
 
     Args:
         data: A data set.
         validation: Another one for validation, or None.
         decode: Decode all audio, which finds all damaged files.
+        longest: The longest audio that the model takes, in seconds.
+        limit: What the model's texts may be; None for a model that is made for them.
     """
-    found = select(data, validation, decode=decode)
+    found = select(data, validation, longest, decode, limit)
+    used = [*found.train, *found.validation]
+    unspelled = [] if limit is None else [*limit.unspelled(one.text for one in used)]
     train_texts, validation_texts = (
         {one.text for one in part} for part in (found.train, found.validation)
     )
@@ -110,6 +135,7 @@ def look_over(data: Path, validation: Path | None = None, decode: bool = False) 
         same_audio=same_audio(found.train, found.validation),
         left_out=found.left_out,
         total=found.total,
+        unspelled=[Unspelled(used[number], missing) for number, missing in unspelled],
     )
 
 

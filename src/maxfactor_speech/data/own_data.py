@@ -10,9 +10,11 @@ from maxfactor_speech.data.recordings import RecordedUtterances, split_recording
 from maxfactor_speech.data.screening import (
     LONGEST,
     LeftOut,
+    Screened,
     screen,
     screen_decoded,
     screen_shortest,
+    screen_texts,
     summary,
 )
 from maxfactor_speech.errors import InputError
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from maxfactor_speech.data.recordings import Recording
+    from maxfactor_speech.data.tokens import TextLimit
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,11 @@ class OwnData(NamedTuple):
 
 
 def load_own_data(
-    data: Path, validation: Path | None = None, longest: float = LONGEST, strict: bool = False
+    data: Path,
+    validation: Path | None = None,
+    longest: float = LONGEST,
+    strict: bool = False,
+    limit: TextLimit | None = None,
 ) -> OwnData:
     """Find the recordings of a training, without those that cannot be used.
 
@@ -55,12 +62,13 @@ def load_own_data(
             twenty of its recordings.
         longest: The longest audio that the model takes, in seconds.
         strict: Refuse a data set with a recording that cannot be used.
+        limit: How long the texts may be; None for a model that is made for them.
 
     Raises:
         InputError: If no recordings are left, if one cannot be used with `strict`, or if a data
             set cannot be read.
     """
-    found = select(data, validation, longest)
+    found = select(data, validation, longest, limit=limit)
     if strict and found.left_out:
         first = found.left_out[0]
         where = f"{first.recording.where}: " if first.recording.where else ""
@@ -77,7 +85,11 @@ def load_own_data(
 
 
 def select(
-    data: Path, validation: Path | None, longest: float = LONGEST, decode: bool = False
+    data: Path,
+    validation: Path | None,
+    longest: float = LONGEST,
+    decode: bool = False,
+    limit: TextLimit | None = None,
 ) -> Selection:
     """Separate the recordings that can be used from the others.
 
@@ -89,16 +101,17 @@ def select(
         validation: Another one for validation, or None.
         longest: The longest audio that the model takes, in seconds.
         decode: Decode the recordings for training, too.
+        limit: How long the texts may be; None is as long as they are.
     """
     found = find_data(data)
     held_out, origin = found.validation, f"the part for validation of {data}"
     if validation is not None:
         held_out, origin = find_data(validation).held_out, str(validation)
-    train, left_out = screen(found.train, longest)
+    train, left_out = _screened(found.train, longest, limit)
     if held_out is None:
         train, kept, origin = _split(train)
     else:
-        kept, unusable = screen(held_out, longest)
+        kept, unusable = _screened(held_out, longest, limit)
         left_out += unusable
     kept, damaged = screen_decoded(kept)
     train, also_damaged = (screen_decoded if decode else screen_shortest)(train)
@@ -112,6 +125,14 @@ def select(
         left_out=[*left_out, *damaged, *also_damaged],
         total=len(found.train) + len(held_out or []),
     )
+
+
+def _screened(recordings: Sequence[Recording], longest: float, limit: TextLimit | None) -> Screened:
+    kept, left_out = screen(recordings, longest)
+    if limit is None:
+        return Screened(kept, left_out)
+    kept, too_long = screen_texts(kept, limit)
+    return Screened(kept, left_out + too_long)
 
 
 def _split(recordings: Sequence[Recording]) -> tuple[list[Recording], list[Recording], str]:

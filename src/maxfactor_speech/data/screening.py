@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from maxfactor_speech.data.recordings import Recording
+    from maxfactor_speech.data.tokens import TextLimit
 
 LONGEST = 30  # seconds, the longest audio that Whisper takes
 LEFT_OUT = "left-out.tsv"  # in the folder of a training
@@ -64,6 +65,11 @@ def screen(recordings: Sequence[Recording], longest: float = LONGEST) -> Screene
     return _sorted(
         _measured(one, headers[one.path] if one.text else None, longest) for one in recordings
     )
+
+
+def screen_texts(recordings: Sequence[Recording], limit: TextLimit) -> Screened:
+    """Leave out recordings whose transcript has more tokens than the model takes."""
+    return _sorted(_with_text(one, limit) for one in recordings)
 
 
 def screen_decoded(recordings: Sequence[Recording]) -> Screened:
@@ -156,6 +162,14 @@ def _measured(
         detail = f"{samples / SAMPLE_RATE:.1f} s long, but the model takes at most {longest:g} s"
         return LeftOut(recording, "too long", f"{path}: {detail}")
     return replace(recording, samples=samples, rate=header.rate)
+
+
+def _with_text(recording: Recording, limit: TextLimit) -> Recording | LeftOut:
+    tokens = limit.excess(recording.text)
+    if tokens is None:
+        return recording
+    detail = f"its transcript has {tokens} tokens, but the model takes at most {limit.most}"
+    return LeftOut(recording, "too long", f"{recording.path}: {detail}")
 
 
 def _decoded(recording: Recording) -> Recording | LeftOut:

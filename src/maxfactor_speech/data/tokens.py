@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from tokenizers import pre_tokenizers
@@ -12,7 +12,7 @@ from transformers import WhisperTokenizer
 from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -114,6 +114,10 @@ class Codec:
         text = self.tokenizer.decode(kept, skip_special_tokens=True)
         return " ".join(str(text).split())
 
+    def count(self, text: str) -> int:
+        """Return the number of tokens of a text, with the end and without the prompt."""
+        return len(self.encode(text)) - len(self.start) + 1
+
     def missing(self, text: str) -> list[str]:
         """Return the characters or words of a text that the model's tokens cannot spell."""
         return sorted(unit for unit in self.units(text) if not self._can_spell(unit))
@@ -127,6 +131,31 @@ class Codec:
         tokens = self.tokenizer(text, add_special_tokens=False).input_ids
         known = self.tokenizer.get_vocab().keys()
         return max(tokens, default=-1) < self.size and known >= set(_spelled(text))
+
+
+class TextLimit(NamedTuple):
+    """What the texts for a model may be."""
+
+    codec: Codec
+    most: int  # tokens, with the end and without the prompt
+
+    def excess(self, text: str) -> int | None:
+        """Return the number of tokens of a text that has too many; None for the others."""
+        # A token is at least a byte, so most texts need not be encoded.
+        if len(text.encode()) < self.most:
+            return None
+        tokens = self.codec.count(text)
+        return tokens if tokens > self.most else None
+
+    def unspelled(self, texts: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+        """Yield the numbers of texts that the model cannot spell, and what it has no token for."""
+        known: set[str] = set()
+        for number, text in enumerate(texts):
+            units = self.codec.units(text)
+            missing = [] if known >= units else self.codec.missing(text)
+            known |= units.difference(missing)
+            if missing:
+                yield number, missing
 
 
 def _spelled(text: str) -> str:

@@ -35,7 +35,7 @@ from transformers import WhisperProcessor
 from transformers.utils import logging
 
 from maxfactor_speech.atomic import sync_folder
-from maxfactor_speech.errors import InputError, failure_reason
+from maxfactor_speech.errors import FULL, InputError, failure_reason
 from maxfactor_speech.training.adapters import save_adapters
 from maxfactor_speech.training.checksums import write_checksums
 from maxfactor_speech.training.sharded_files import CheckedPlanner, check_metadata
@@ -57,7 +57,7 @@ SHARDED_STATE, STATE_KEY = "optimizer", "optimizer"  # the folder, and the key i
 PARTIAL = ".partial"
 NAME = re.compile(r"step-\d+")
 BEST = "best"  # in the folder of a training, a link to its best checkpoint
-FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk, or what the user may store on it
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # the disk, or what the user may store on it
 FAILURES = (OSError, SafetensorError, RuntimeError, CheckpointException)
 SPELLINGS = "normalizer.json"  # Whisper's list of English spellings, for error rates
 
@@ -166,7 +166,7 @@ def _link(link: Path, folder: Path) -> None:
         try:
             partial.symlink_to(target, target_is_directory=True)
         except (OSError, NotImplementedError) as error:  # Windows allows links only to some users
-            if getattr(error, "errno", None) in FULL:
+            if getattr(error, "errno", None) in NO_ROOM:
                 raise
             shutil.copytree(folder, partial)
         if not link.is_symlink():
@@ -195,7 +195,18 @@ def _writing(partial: Path) -> Iterator[None]:
         shutil.rmtree(partial, ignore_errors=True)
         if not (isinstance(error, FAILURES) or type(error) is Exception):
             raise
-        raise InputError(f"{final_folder(partial)}: cannot be written, {_reason(error)}") from error
+        reason = _reason(error)
+        raise InputError(
+            f"{final_folder(partial)}: cannot be written, {reason}"
+            + (_continuation(partial.parent.parent) if reason.startswith(FULL) else "")
+        ) from error
+
+
+def _continuation(out: Path) -> str:
+    """Return how a training goes on when the disk has room again."""
+    saved = checkpoints(out)
+    kept = f" from {saved[-1].name}, which is kept" if saved else ""
+    return f", then continue with --resume{kept}"
 
 
 def checkpoints(out: Path) -> list[Path]:

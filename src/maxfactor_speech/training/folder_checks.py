@@ -109,7 +109,10 @@ def check_weights(folder: Path, model: nn.Module) -> None:
     """
     files = [path for pattern in WEIGHTS for path in folder.glob(pattern) if path.is_file()]
     if not files:
-        raise InputError(f"{folder}: has no weights (model.safetensors)")
+        raise InputError(
+            f"{folder}: has no weights (model.safetensors); download the model again, or copy them "
+            "from where the folder comes from"
+        )
     size = sum(path.stat().st_size for path in files)
     parameters = sum(param.numel() for param in set(model.parameters()))
     if parameters > size:

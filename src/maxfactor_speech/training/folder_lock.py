@@ -29,7 +29,10 @@ def folder_lock(out: Path) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
         file = (out / LOCK).open("w")
     except OSError as error:
-        raise InputError(f"{out / LOCK}: cannot be written, {failure_reason(error)}") from error
+        raise InputError(
+            f"{out / LOCK}: cannot be written, {failure_reason(error)}; choose another folder with "
+            "--out"
+        ) from error
     with file:
         _acquire(file, out)
         try:

@@ -125,6 +125,11 @@ def train(
         trainer = processes.run_on_all(lambda: _trainer(settings, prepared, last, processes))
         if not is_first:
             return _run(trainer, out, NoMetrics(), reporter)
+        if settings.lr is None and settings.is_fine_tuning:
+            reporter.say(
+                f"learning rate: {settings.peak_lr:g}, a quarter of the default of "
+                f"{settings.optimizer}, because the model is trained already; --lr sets another"
+            )
         write_atomically(out / SETTINGS, json.dumps(asdict(settings), indent=2).encode() + b"\n")
         write_left_out(out, prepared)
         metrics = Metrics(out, -1 if last is None else trainer.step, tensorboard)
@@ -277,8 +282,16 @@ def check_processes(settings: Settings, processes: SingleProcess) -> None:
 
 def check_model(settings: Settings) -> None:
     """Raise InputError for a missing model, before speech is synthesised for it."""
-    if settings.model not in SIZES:
+    if settings.model in SIZES:
+        return
+    try:
         find_model(Path(settings.model))
+    except InputError as error:
+        if Path(settings.model).exists():
+            raise
+        raise InputError(
+            f"{error}; {', '.join(SIZES)} are sizes of new models with random weights"
+        ) from error
 
 
 def check_folder(out: Path, settings: Settings, resume: bool) -> Path | None:

@@ -10,7 +10,7 @@ import torch
 from transformers import WhisperForConditionalGeneration
 
 import maxfactor
-from maxfactor_speech.activations import SCORE_BYTES, activation_bytes
+from maxfactor_speech.activations import activation_bytes, autocast_bytes
 from maxfactor_speech.errors import DeviceMemoryError
 from maxfactor_speech.training import checkpoint
 from maxfactor_speech.training.adapters import check_peft
@@ -44,8 +44,14 @@ class MemoryNeeds:
         return sum(asdict(self).values())
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {size / GB:.2f}" for name, size in asdict(self).items())
-        return f"about {self.total / GB:.2f} GB ({parts})"
+        unit, size = self.unit
+        parts = ", ".join(f"{name} {own / size:.2f}" for name, own in asdict(self).items())
+        return f"about {self.total / size:.2f} {unit} ({parts})"
+
+    @property
+    def unit(self) -> tuple[str, float]:
+        """The unit to show it in, and its bytes."""
+        return ("GB", GB) if self.total >= GB / 10 else ("MB", GB / 1000)
 
 
 def memory_needs(settings: Settings, prepared: Prepared, world: int = 1) -> MemoryNeeds:
@@ -75,12 +81,12 @@ def memory_needs(settings: Settings, prepared: Prepared, world: int = 1) -> Memo
         # Adapters take their inputs in float32.
         itemsize=2 if is_half and (settings.lora is None or settings.weights == "fp32") else 4,
         checkpointing=settings.gradient_checkpointing,
-        score_bytes=2 if is_half else SCORE_BYTES,
+        is_half=is_half,
         trains_encoder=not settings.freeze_encoder,
     )
     active = settings.batch_size // world * example
-    if settings.autocast_dtype is not None:  # which casts all matrices, and keeps the copies
-        active += 2 * sum(param.numel() for param in model.parameters() if param.ndim > 1)
+    if settings.autocast_dtype is not None:
+        active += autocast_bytes(model)
     return MemoryNeeds(found.weights, found.gradients, state, found.borrowed, active)
 
 
@@ -153,9 +159,9 @@ def explained_out_of_memory(
 
 def _explanation(settings: Settings, prepared: Prepared, out: Path, world: int) -> str:
     needs = memory_needs(settings, prepared, world)
-    found = savings(settings, prepared, world)
-    options = [f"{option} saves {size / GB:.2f}" for option, size in found.items()]
-    advice = f"in GB, {', '.join(options)}" if options else "take a smaller model"
+    found, (unit, size) = savings(settings, prepared, world), needs.unit
+    options = [f"{option} saves {saved / size:.2f}" for option, saved in found.items()]
+    advice = f"in {unit}, {', '.join(options)}" if options else "take a smaller model"
     saved = checkpoint.checkpoints(out)
     kept = ""
     if saved:

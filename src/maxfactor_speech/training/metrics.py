@@ -92,7 +92,10 @@ class Metrics(NoMetrics):
             with self._path.open("a") as file:
                 file.write(json.dumps(clean) + "\n")
         except OSError as error:
-            raise InputError(f"{self._path}: cannot be written, {failure_reason(error)}") from error
+            raise InputError(
+                f"{self._path}: cannot be written, {failure_reason(error)}; --resume continues the "
+                "training when it can"
+            ) from error
         if self._board is not None:
             for key, value in clean.items():
                 if key != "step" and isinstance(value, float):

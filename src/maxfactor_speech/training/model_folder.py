@@ -9,7 +9,9 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
+    GenerationConfig,
     WhisperConfig,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
+GENERATION = "generation_config.json"
 EXTRACTOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -60,6 +63,24 @@ def find_model(folder: Path) -> Path:
         if path.is_file():
             check_extractor(path)
     return source
+
+
+def load_outline(folder: Path) -> Recogniser:
+    """Load what a model folder has besides its weights; the model is on the meta device."""
+    source = find_model(folder)
+    try:
+        with quiet():
+            config = WhisperConfig.from_pretrained(source, local_files_only=True)
+            model: Any = on_meta(WhisperForConditionalGeneration, config)
+            if (source / GENERATION).is_file():
+                model.generation_config = GenerationConfig.from_pretrained(
+                    source, local_files_only=True
+                )
+        return _with_processor(folder, source, model)
+    except InputError:
+        raise
+    except Exception as error:  # damaged files make transformers and tokenizers raise anything
+        raise _not_whisper(folder, error) from error
 
 
 def load_model(
@@ -94,12 +115,19 @@ def _load(folder: Path, source: Path, dtype: torch.dtype) -> Recogniser:
         loaded: Any = WhisperForConditionalGeneration.from_pretrained(
             source, local_files_only=True, dtype=dtype, output_loading_info=True
         )
-        tokenizer = WhisperTokenizer.from_pretrained(source, local_files_only=True)
-        extractor = WhisperFeatureExtractor.from_pretrained(source, local_files_only=True)
-    model: WhisperForConditionalGeneration = loaded[0]
     missing = sorted(loaded[1]["missing_keys"])
     if missing:
         raise InputError(f"{folder}: lacks weights of the model, such as {missing[0]}")
+    return _with_processor(folder, source, loaded[0])
+
+
+def _with_processor(
+    folder: Path, source: Path, model: WhisperForConditionalGeneration
+) -> Recogniser:
+    """Add tokens and features to a model, and check that they belong to it."""
+    with quiet():
+        tokenizer = WhisperTokenizer.from_pretrained(source, local_files_only=True)
+        extractor = WhisperFeatureExtractor.from_pretrained(source, local_files_only=True)
     check_generation(source, model)
     complete_generation(model, tokenizer)
     codec = Codec.of(tokenizer, prompt(model.generation_config), model.config.vocab_size)
@@ -157,4 +185,9 @@ def _check_fit(
 
 
 def _not_whisper(folder: Path, error: Exception) -> InputError:
+    if isinstance(error, SafetensorError):
+        return InputError(
+            f"{folder}: cannot be read as a Whisper model, its weights are damaged or were not "
+            f"copied completely ({failure_reason(error)}); download or copy them again"
+        )
     return InputError(f"{folder}: cannot be read as a Whisper model, {failure_reason(error)}")

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 # Learning rates for models of these sizes with random initial weights.
 PEERS = {"adamw": 1e-3, "adafactor": 2e-2, "muon": 2e-2, "lion": 3e-4}
+# Of an optimizer's default rate, for weights that are trained already. The default is for random
+# weights, which have to move far. Within 20 steps it undoes much of what a good model has learned.
+FINE_TUNING_SHARE = 0.25
 ADAMW_SHARE = 0.1  # AdamW's rate for parameters that Muon leaves out, as a fraction of Muon's
 # torch's Adafactor rejects shards or is wrong on them; its Muon orthogonalises each shard alone.
 UNSHARDED_ONLY = ("adafactor", "muon")
@@ -31,10 +34,16 @@ def names() -> list[str]:
     return [*maxfactor.RECIPES, *PEERS]
 
 
-def default_lr(name: str) -> float:
-    """Return the learning rate that an optimizer has by default."""
+def default_lr(name: str, fine_tuning: bool = False) -> float:
+    """Return the learning rate that an optimizer has by default.
+
+    Args:
+        name: One of `names()`.
+        fine_tuning: Whether the weights that it trains are trained already.
+    """
     _check(name)
-    return PEERS[name] if name in PEERS else _recipe_lr(name)
+    lr = PEERS[name] if name in PEERS else _recipe_lr(name)
+    return FINE_TUNING_SHARE * lr if fine_tuning else lr
 
 
 @lru_cache

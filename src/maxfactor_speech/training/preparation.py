@@ -79,8 +79,7 @@ def prepare(
         language = (loaded and loaded.language) or settings.spoken_language("en")
         train, validation = _synthesised(settings, language, cache, workers, reporter)
     else:
-        longest = LONGEST if loaded is None else longest_audio(loaded[0])
-        train, validation = _recorded(settings, longest, reporter)
+        train, validation = _recorded(settings, loaded, reporter)
     torch.manual_seed(settings.seed)
     recogniser = loaded or _new_model(settings, train, validation)
     longest_text, _ = (_check_fit(part, recogniser, settings.model) for part in (train, validation))
@@ -215,13 +214,16 @@ def _synthesised(
 
 
 def _recorded(
-    settings: Settings, longest: int, reporter: Reporter
+    settings: Settings, loaded: Recogniser | None, reporter: Reporter
 ) -> tuple[Utterances, Utterances]:
     """Find the recordings, and say which are left out."""
     assert settings.data is not None
     held_out = None if settings.validation is None else Path(settings.validation)
+    longest, limit = LONGEST, None  # a new model is made for the texts
+    if loaded is not None:
+        longest, limit = longest_audio(loaded.model), loaded.text_limit
     train, validation, total = load_own_data(
-        Path(settings.data), held_out, longest, settings.strict
+        Path(settings.data), held_out, longest, settings.strict, limit
     )
     if train.left_out:
         reporter.say(f"{summary(train.left_out, total)}; all are named in {LEFT_OUT}")
@@ -232,12 +234,11 @@ def _codec_for(settings: Settings, train: Utterances, validation: Utterances) ->
     """Return tokens for the data, and the maximum number of tokens of a text."""
     if settings.data is None:
         return task_codec(settings.task), MAX_TOKENS[settings.task]
-    # After a random split, a rare letter may be in either part.
-    parts = [train, validation] if settings.validation is None else [train]
-    texts = [part.text(number) for part in parts for number in range(len(part))]
+    # A rare letter may be in either part, and so may the longest text.
+    texts = [part.text(number) for part in (train, validation) for number in range(len(part))]
     codec = Codec.build(set("".join(texts)), "characters")
     longest = max(len(codec.encode(text)) for text in texts)
-    return codec, longest + longest // 4 + 1  # room for longer validation texts, and for errors
+    return codec, longest + longest // 4 + 1  # room for errors
 
 
 def _check_fit(data: Utterances, recogniser: Recogniser, name: str) -> int:
@@ -247,29 +248,24 @@ def _check_fit(data: Utterances, recogniser: Recogniser, name: str) -> int:
         The tokens of the longest text that was looked at, with the prompt.
     """
     model, codec, _ = recogniser
-    most = model.config.max_target_positions - len(codec.start)
-    is_recorded = isinstance(data, RecordedUtterances)
+    limit, is_recorded = recogniser.text_limit, isinstance(data, RecordedUtterances)
     count = len(data) if is_recorded else min(len(data), synthesis.SHARD_SIZE)
-    known: set[str] = set()
-    most_found = 0
-    for number in range(count):
-        text = data.text(number)
+    texts = [data.text(number) for number in range(count)]
+    for number, missing in limit.unspelled(texts):
         where = data.recordings[number].path if isinstance(data, RecordedUtterances) else name
-        missing = [] if known >= codec.units(text) else codec.missing(text)
-        known |= codec.units(text)
-        if missing:
-            raise InputError(
-                f"{where}: the model has no token for {', '.join(map(repr, missing[:5]))} in "
-                f"{text!r}; spell it otherwise, or choose another --model"
-            )
-        tokens = len(codec.encode(text)) - len(codec.start) + 1  # without the prompt
-        most_found = max(most_found, tokens)
-        if tokens > most:
-            raise InputError(
-                f"{where}: {text!r} has {tokens} tokens, but the model takes at most {most}; "
-                "shorten it, or choose another --model"
-            )
-    longest, limit = seconds_needed(data), longest_audio(model)
-    if longest > limit:
-        raise InputError(f"the data has audio of {longest} s, but the model takes at most {limit}")
-    return most_found + len(codec.start)
+        raise InputError(
+            f"{where}: the model has no token for {', '.join(map(repr, missing[:5]))} in "
+            f"{texts[number]!r}; spell it otherwise, or choose another --model"
+        )
+    tokens = max(map(codec.count, texts))
+    if tokens > limit.most:  # only synthesised: such recordings are left out
+        raise InputError(
+            f"{name}: the data has texts of {tokens} tokens, but the model takes at most "
+            f"{limit.most}; choose another --model"
+        )
+    longest, seconds = seconds_needed(data), longest_audio(model)
+    if longest > seconds:
+        raise InputError(
+            f"the data has audio of {longest} s, but the model takes at most {seconds}"
+        )
+    return tokens + len(codec.start)

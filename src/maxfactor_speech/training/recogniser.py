@@ -16,7 +16,7 @@ from transformers.models.whisper.english_normalizer import (
 )
 from transformers.models.whisper.tokenization_whisper import LANGUAGES, TASK_IDS
 
-from maxfactor_speech.data.tokens import NO_TIMESTAMPS, Codec, language_code
+from maxfactor_speech.data.tokens import NO_TIMESTAMPS, Codec, TextLimit, language_code
 from maxfactor_speech.errors import InputError
 from maxfactor_speech.training.model import longest_audio
 
@@ -42,6 +42,12 @@ class Recogniser(NamedTuple):
     def is_multilingual(self) -> bool:
         """Whether the prompt has a language and a task."""
         return bool(getattr(self.generation, "is_multilingual", False))
+
+    @property
+    def text_limit(self) -> TextLimit:
+        """How long texts may be; one place is left for a space before them."""
+        positions = int(self.model.config.max_target_positions)
+        return TextLimit(self.codec, positions - len(self.codec.start))
 
     @property
     def is_plain(self) -> bool:
@@ -73,6 +79,7 @@ def complete_generation(
 ) -> None:
     """Add the entries that generation configs of older checkpoints lack, in place."""
     generation: Any = model.generation_config
+    vars(model.config).pop("forced_decoder_ids", None)  # an older prompt, which is not used
     size = model.config.vocab_size
     vocabulary = {token: number for token, number in tokenizer.get_vocab().items() if number < size}
     if generation.decoder_start_token_id is None:

@@ -64,7 +64,8 @@ class Settings:
             None is the task that its folder is set to.
         freeze_encoder: Whether to train only the decoder.
         optimizer: A recipe of MaxFactor, or "adamw", "adafactor", "muon", "lion".
-        lr: The peak learning rate; None is the optimizer's default.
+        lr: The peak learning rate; None is the optimizer's default, or a quarter of it for the
+            weights of a model folder.
         weight_decay: For matrices; None is the optimizer's default.
         schedule: After warm-up: "cosine" or "linear" to zero, or "constant".
         warmup: Fraction of the steps over which the learning rate rises.
@@ -201,8 +202,13 @@ class Settings:
 
     @property
     def peak_lr(self) -> float:
-        """The given learning rate, or the optimizer's default."""
-        return default_lr(self.optimizer) if self.lr is None else self.lr
+        """The given learning rate, or the default."""
+        return default_lr(self.optimizer, self.is_fine_tuning) if self.lr is None else self.lr
+
+    @property
+    def is_fine_tuning(self) -> bool:
+        """Whether weights of a model folder are trained; adapters are new, so theirs are not."""
+        return self.model not in SIZES and self.lora is None
 
     def spoken_language(self, default: str) -> str:
         """Return the code of the spoken language."""

@@ -89,7 +89,7 @@ class Trainer:
         self._forward = self.processes.distribute(self.model)
         uses_graphs = self._uses_graphs()
         self.optimizers = make_optimizer(
-            self.model, settings.optimizer, settings.lr, settings.weight_decay, uses_graphs
+            self.model, settings.optimizer, settings.peak_lr, settings.weight_decay, uses_graphs
         )
         if settings.release_gradients:
             [optimizer] = self.optimizers
