@@ -251,6 +251,19 @@ def test_gradients_of_noise() -> None:
     assert "after 20 000 steps are {}, {} and {}.".format(*at_ten_times) in page("results")
 
 
+def test_memory_within_8_gb() -> None:
+    [row] = results("small_memory_h200")["rows"]
+    assert row["recipe"] == "quality"
+    assert row["train"]["peak_gb"] <= row["target_gb"]
+    assert row["train"]["peak_gb"] / row["estimated_gb"] < 1.05
+    said = re.sub(r"\s+", " ", page("whisper-8gb"))
+    assert f"took {row['train']['peak_gb']:.2f} GB" in said
+    assert f"the estimate was {row['estimated_gb']:.2f}," in said
+    assert f"between them {row['train']['evaluation']['peak_gb']:.2f} GB" in said
+    assert [each["batch_size"] for each in row["tried"] if each["out_of_memory"]] == [4]
+    assert "a batch of four did not fit" in said
+
+
 def test_lora_on_development_data() -> None:
     for file, name, lr, seeds in [
         ("suite_least_sizes", "quality", 0.04, 3),
