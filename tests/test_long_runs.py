@@ -145,6 +145,7 @@ DRIFT_STEPS = {
 }
 # A code of int8 may round otherwise, which moves a weight by a 127th of a step.
 DRIFT = {"published": 1e-5, "adafactor": 1e-5, "fam": 3e-4, "orthogonal": 3e-4}
+IN_BFLOAT16 = 3e-2  # where torch operations on a GPU iterate
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -163,7 +164,8 @@ def test_backends_do_not_drift_from_the_reference(backend: str, name: str) -> No
             taken = rule.step(weights[index], grad, states[index], settings)
             weights[index], states[index] = taken.param, taken.state
     for param, weight, state in zip(params, weights, states, strict=True):
-        assert drift(param, weight) < DRIFT[name]
+        in_bfloat16 = name == "orthogonal" and backend == "capturable" and param.is_cuda
+        assert drift(param, weight) < (IN_BFLOAT16 if in_bfloat16 else DRIFT[name])
         for key, value in state.items():
             if key != "momentum":  # codes; the scales are compared
                 assert drift(optimizer.state[param][key], value) < DRIFT[name], key
