@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -393,10 +392,14 @@ def test_released_gradients() -> None:
 def test_step_sizes_in_the_logs_of_a_trainer() -> None:
     """Groups of one kind do not hide each other."""
     optimizer = for_model(torch_layer(), heads_per_block=1)
-    state, logs = SimpleNamespace(log_history=[{}]), {"loss": 1.0}
+    state, logs = (
+        transformers.TrainerState(global_step=3, log_history=[{"step": 3.0}]),
+        {"loss": 1.0},
+    )
     MaxFactorCallback().on_log(None, state, None, logs=logs, optimizer=optimizer)  # type: ignore[arg-type]
     names = ["hidden", "hidden_8_columns", "hidden_8_rows", "vector"]
     assert list(logs) == ["loss", *(f"effective_lr/{name}" for name in names)]
+    assert list(state.log_history[0]) == ["step", *list(logs)[1:]]
 
 
 # ---------------------------------------------------------------------------------- memory
