@@ -49,6 +49,7 @@ ON_ONE_WORKER = {
     "test_speech_folders.py": "folders",
     "test_speech_parallel.py": "two ranks",
     "test_speech_small_memory.py": "small memory",
+    "test_newton_schulz_coefficients.py": "suite",
     "test_suite.py": "suite",
     "test_torch_database.py": "torch database",
     "test_trainers.py": "trainers",
@@ -62,7 +63,8 @@ LONG = (
     "test_study",
     "test_accelerate_fsdp2",
 )
-collect_ignore_glob = ["test_benchmarks.py", "test_speech_*.py"] if MISSING else []
+NEEDING_SPEECH = ["test_benchmarks.py", "test_newton_schulz_coefficients.py", "test_speech_*.py"]
+collect_ignore_glob = NEEDING_SPEECH if MISSING else []
 
 
 def pytest_report_header() -> list[str]:
