@@ -63,7 +63,12 @@ LONG = (
     "test_study",
     "test_accelerate_fsdp2",
 )
-NEEDING_SPEECH = ["test_benchmarks.py", "test_newton_schulz_coefficients.py", "test_speech_*.py"]
+NEEDING_SPEECH = [
+    "test_benchmarks.py",
+    "test_newton_schulz_coefficients.py",
+    "test_speech_*.py",
+    "test_suite.py",
+]
 collect_ignore_glob = NEEDING_SPEECH if MISSING else []
 
 
