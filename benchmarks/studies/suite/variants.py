@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from studies.suite.trials import Trial
 
 WHOLE = tuple(family for family in FAMILIES if family != "lora")  # the whole model is trained
+OUTER = ("conv", "embedding", "head")  # kinds with a least size
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0)  # of a recipe's own rate, 16 x from end to end
 
 
@@ -43,10 +44,9 @@ def floor(size: float, **more: Any) -> dict[str, Any]:
     return {"eps": [1e-10, size], **more}
 
 
-def floors(size: float, vectors: float, **more: Any) -> dict[str, dict[str, Any]]:
+def floors(size: float, vectors: float) -> dict[str, dict[str, Any]]:
     """Least sizes of everything but hidden matrices."""
-    kinds = {kind: floor(size) for kind in ("conv", "embedding", "head")}
-    return {**kinds, "vector": floor(vectors), **more}
+    return {**{kind: floor(size) for kind in OUTER}, "vector": floor(vectors)}
 
 
 def changed(
@@ -65,7 +65,7 @@ def own_rate(recipe: str) -> float:
 
 
 UNCAPPED = {"step_rule": "uncapped"}
-OUTER = ("conv", "embedding", "head")
+OWN_SIZES = {**{kind: {"scale": "initial"} for kind in OUTER}, "vector": floor(0.001)}
 
 # The most promising first: time may be over before the last.
 VARIANTS: dict[str, Variant] = {
@@ -75,14 +75,8 @@ VARIANTS: dict[str, Variant] = {
     "quality floors .1": changed("quality", floors(0.1, 0.4)),
     "fast uncapped": Variant("fast", (0.04, 0.08), relative(0.01, **UNCAPPED)),
     "quality uncapped": changed("quality", settings=relative(0.03, **UNCAPPED)),
-    "quality own sizes": changed(
-        "quality",
-        {**{kind: {"scale": "initial"} for kind in OUTER}, "vector": floor(0.001)},
-    ),
-    "fast own sizes": changed(
-        "fast",
-        {**{kind: {"scale": "initial"} for kind in OUTER}, "vector": floor(0.001)},
-    ),
+    "quality own sizes": changed("quality", OWN_SIZES),
+    "fast own sizes": changed("fast", OWN_SIZES),
     "lean floors .1": changed("lean", floors(0.1, 0.1)),
     "quality wd .06": changed("quality", settings=relative(0.06)),
     # Attention matrices in blocks; of 6 heads, groups of 4 are groups of 3.
