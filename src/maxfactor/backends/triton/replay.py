@@ -42,7 +42,7 @@ class Replay:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.enabled = device.type == "cuda"  # tests compare with ordinary launches
+        self.enabled = has_graphs(device)  # tests compare with ordinary launches
         self.failure: str | None = None  # why there are ordinary launches from now on
         self.captured = self.replayed = 0  # how many graphs, and steps
         self._counts: Counter[LaunchArguments] = Counter()
@@ -55,12 +55,14 @@ class Replay:
             arguments: What determines the arguments of all launches.
             launch: The launches. It must not allocate memory.
         """
-        graph = self._graphs.pop(arguments, None)
-        if not self._may_replay or (graph is None and not self._is_due(arguments)):
+        if not self._may_replay:
             launch()
             return
-        if graph is None and (graph := self._capture(launch)) is None:
-            launch()  # a failed capture has run nothing
+        graph = self._graphs.pop(arguments, None)
+        if graph is None and self._is_due(arguments):
+            graph = self._capture(launch)
+        if graph is None:
+            launch()  # a capture that failed has run nothing
             return
         self._graphs[arguments] = graph
         graph.replay()
@@ -90,8 +92,7 @@ class Replay:
         if len(self._graphs) >= MOST:
             del self._graphs[next(iter(self._graphs))]
         try:
-            pool = first_graph(self._device).pool()
-            graph = captured(launch, self._device, pool)
+            graph = captured(launch, self._device, shared_pool(self._device))
         except Exception as error:  # whatever it is, ordinary launches work
             self.enabled, self.failure = False, f"{type(error).__name__}: {error}"
             self._graphs.clear()
@@ -125,6 +126,11 @@ def captured(launch: Callable[[], object], device: torch.device, pool: Any) -> t
     return graph
 
 
+def has_graphs(device: torch.device) -> bool:
+    """Whether there are graphs for a device; not in Triton's interpreter."""
+    return device.type == "cuda"
+
+
 def is_default_stream(device: torch.device) -> bool:
     """Whether kernels are launched on the device's default stream."""
     return torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
@@ -136,11 +142,16 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def shared_pool(device: torch.device) -> Any:
+    """The memory of all graphs. It has that workspace at most.
+
+    Since `first_graph` stays, the workspace stays in place even if torch is told to free it.
+    """
+    return first_graph(device).pool()
+
+
 @lru_cache
 def first_graph(device: torch.device) -> torch.cuda.CUDAGraph:
-    """A graph that is never replayed, but keeps the memory that all graphs share.
-
-    Nothing is in it but that workspace. It stays in place even if torch is told to free it.
-    """
+    """A graph that is never replayed."""
     something = torch.zeros(1, device=device)
     return captured(something.zero_, device, pool=None)
