@@ -31,8 +31,10 @@ class Seen(NamedTuple):
 
     params: list[Tensor]
     grads: list[Tensor]  # placed as they are
-    params_at: array[int]
-    grads_at: array[int]
+    params_at: list[int]
+    grads_at: list[int]
+    params_moved: bool  # since the last step
+    grads_moved: bool
     contiguous: bool  # all gradients are known to be
 
 
@@ -42,6 +44,7 @@ class Gathered(NamedTuple):
     params: list[Tensor]
     grads: list[Tensor]  # contiguous
     have_moved: bool  # `Inputs.addresses` is not that of the last step
+    are_unchanged: bool  # nobody wrote the parameters since the last step
 
 
 class Inputs:
@@ -92,10 +95,12 @@ class Inputs:
             if not param.is_contiguous()
         }
         # Where W, G and the directions were in the last step, and the table of them on the host.
-        self._found: tuple[array[int], ...] = ()
+        self._params_at: list[int] = []
+        self._grads_at: list[int] = []
+        self._orthogonal = array("q")
         self.addresses = torch.zeros((len(local), len(Address)), dtype=torch.int64, device="cpu")
         self._has_copies = False  # the table has addresses of copies
-        self._versions = array("q")  # of parameters after the last step
+        self._versions = -1  # the sum of autograd's versions after the last step
 
     def fit(self, flat: Sequence[Tensor], states: Mapping[Tensor, object]) -> Seen | None:
         """What is there, if tensors and states are those of the plan; changes nothing."""
@@ -126,12 +131,12 @@ class Inputs:
         if not as_planned and not self._grads_may_be_used(grads):
             return None
         seen = self.look(grads, contiguous=as_planned)
-        found = seen.params_at, seen.grads_at
-        if found == self._found[:2]:
+        if not (seen.params_moved or seen.grads_moved):
             return seen
         # Tensors moved: they must still be laid out as the plan expects.
-        if any(bool((as_tensor(places) & self._odd_bits).any()) for places in found):
-            return None
+        for places in (seen.params_at, seen.grads_at):
+            if bool((as_tensor(places) & self._odd_bits).any()):
+                return None
         as_planned = self._param_guard is not None and self._param_guard.check(*seen.params)
         return seen if as_planned or layouts(seen.params) == self._layouts else None
 
@@ -147,7 +152,9 @@ class Inputs:
         """Find the local tensors and where they are; `contiguous` if all gradients are."""
         params = self._local(self.owners)
         here = self._local(list(map(GRAD, self.owners)) if grads is None else grads)
-        return Seen(params, here, places_of(params), places_of(here), contiguous)
+        at, grads_at = list(map(AT, params)), list(map(AT, here))
+        moved = at != self._params_at, grads_at != self._grads_at
+        return Seen(params, here, at, grads_at, *moved, contiguous)
 
     def _local(self, tensors: list[Tensor]) -> list[Tensor]:
         """What this rank holds."""
@@ -155,28 +162,31 @@ class Inputs:
 
     def gather(self, seen: Seen, orthogonal: array[int]) -> Gathered:
         """Collect the tensors and their addresses; `orthogonal` are those of directions."""
-        params, grads, params_at, grads_at, contiguous = seen
-        found = params_at, grads_at, orthogonal
-        have_moved = found != self._found
-        self._found = found
+        params, grads, grads_at = seen.params, seen.grads, seen.grads_at
+        have_moved = seen.params_moved or seen.grads_moved or orthogonal != self._orthogonal
+        self._params_at, self._grads_at = seen.params_at, seen.grads_at
+        self._orthogonal = orthogonal
         if self._has_shards:
             grads = self._placed_as_owners(list(map(GRAD, self.owners)), grads)
-        if not contiguous and not all(map(Tensor.is_contiguous, grads)):
+        if not seen.contiguous and not all(map(Tensor.is_contiguous, grads)):
             grads = [grad.contiguous() for grad in grads]
         has_copies = grads is not seen.grads  # which are elsewhere
         if has_copies:
-            grads_at = places_of(grads)
+            grads_at = list(map(AT, grads))
         for i, stand_in in self._stand_ins.items():
             stand_in.copy_(params[i])
         have_moved = have_moved or has_copies or self._has_copies
         if have_moved:
-            self._tabulate(params_at, grads_at, orthogonal)
+            self._tabulate(seen.params_at, grads_at, orthogonal)
         self._has_copies = has_copies
-        return Gathered(params, grads, have_moved)
+        # They only grow, so their sum shows a write to any parameter. In-place operations on a
+        # DTensor do not change the version of its local tensor.
+        versions = sum(map(VERSION, chain(params, self._sharded)))
+        are_unchanged = versions == self._versions and not seen.params_moved
+        self._versions = versions + len(params) + len(self._sharded)  # see `write_back`
+        return Gathered(params, grads, have_moved, are_unchanged)
 
-    def _tabulate(
-        self, params_at: array[int], grads_at: array[int], orthogonal: array[int]
-    ) -> None:
+    def _tabulate(self, params_at: list[int], grads_at: list[int], orthogonal: array[int]) -> None:
         """Write the table of `Tables.pointers`."""
         self.addresses[:, Address.WEIGHT] = as_tensor(params_at)
         self.addresses[:, Address.GRAD] = as_tensor(grads_at)
@@ -197,16 +207,7 @@ class Inputs:
                 found[i] = grad.clone()
         return found
 
-    def versions(self, params: list[Tensor]) -> array[int]:
-        """Autograd's versions, which tell who else wrote the parameters."""
-        # In-place operations on a DTensor do not change the version of its local tensor.
-        return array("q", list(map(VERSION, chain(params, self._sharded))))
-
-    def is_unchanged(self, versions: array[int]) -> bool:
-        """Whether nobody wrote the parameters since the last step."""
-        return versions == self._versions
-
-    def write_back(self, params: list[Tensor], versions: array[int]) -> None:
+    def write_back(self, params: list[Tensor]) -> None:
         """Finish the parameters after the launches, and tell autograd that they were written."""
         for i, stand_in in self._stand_ins.items():
             params[i].copy_(stand_in)
@@ -216,8 +217,6 @@ class Inputs:
         if self._has_shards:
             written = [*written, *self._sharded]
         increment_version(written)
-        as_tensor(versions).add_(1)
-        self._versions = versions
 
 
 def guard_of(tensors: Sequence[Tensor]) -> Any:
@@ -234,14 +233,9 @@ def guard_of(tensors: Sequence[Tensor]) -> Any:
         return None
 
 
-def places_of(tensors: Sequence[Tensor]) -> array[int]:
-    """The addresses of tensors."""
-    return array("q", list(map(AT, tensors)))
-
-
-def as_tensor(values: array[int]) -> Tensor:
-    """The same memory as a tensor."""
-    return torch.frombuffer(values, dtype=torch.int64)
+def as_tensor(values: Sequence[int]) -> Tensor:
+    """Addresses as a tensor; several times faster than torch.tensor."""
+    return torch.frombuffer(array("q", values), dtype=torch.int64)
 
 
 def layouts(params: Sequence[Tensor]) -> list[tuple[object, ...]]:

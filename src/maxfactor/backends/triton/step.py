@@ -169,10 +169,9 @@ class FusedStep:
         orthogonal = self._rounds.allocate(self._orthogonal.allocate())
         gathered = self._inputs.gather(seen or self._inputs.look(), orthogonal)
         tables = self._with_addresses(gathered, capturing=capturing)
-        versions = self._inputs.versions(gathered.params)
         scaling = self._scaling(grad_scale, found_inf)
         # A graph is replayed without a look at the versions: measure the weights in each replay.
-        measure = capturing or not self._inputs.is_unchanged(versions)
+        measure = capturing or not gathered.are_unchanged
         check = nonfinite != "ignore"
         recorder = self._begin_record() if records else None
         launches = self._launches if recorder is None else recorder.launches
@@ -188,7 +187,7 @@ class FusedStep:
             else:
                 self.replay.run(LaunchArguments(*at, check, measure, scaling.is_scaled), launch)
         record = None if recorder is None else recorder.finish(self.owners)
-        self._inputs.write_back(gathered.params, versions)
+        self._inputs.write_back(gathered.params)
         del gathered, seen  # not before the launches that read the gradients
         self._orthogonal.workspace.release()
         self._rounds.release()
