@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Asked of every tensor in every step; `map` with these is several times faster than a loop.
 GRAD, DTYPE, LAYOUT, VERSION = map(operator.attrgetter, ("grad", "dtype", "layout", "_version"))
 AT = Tensor.data_ptr
+BEFORE_POINTERS = 2  # entries of the table of addresses, so that pointers begin on 16 bytes
 STRIDED = {torch.strided}
 
 
@@ -94,11 +95,13 @@ class Inputs:
             for i, param in enumerate(local)
             if not param.is_contiguous()
         }
-        # Where W, G and the directions were in the last step, and the table of them on the host.
+        # Where W, G, the signs and the directions were in the last step, and the table of them on
+        # the host; see `split_addresses`.
         self._params_at: list[int] = []
         self._grads_at: list[int] = []
-        self._orthogonal = array("q")
-        self.addresses = torch.zeros((len(local), len(Address)), dtype=torch.int64, device="cpu")
+        self._borrowed: tuple[int, array[int]] = (0, array("q"))
+        size = BEFORE_POINTERS + len(local) * len(Address)
+        self.addresses = torch.zeros(size, dtype=torch.int64, device="cpu")
         self._has_copies = False  # the table has addresses of copies
         self._versions = -1  # the sum of autograd's versions after the last step
 
@@ -160,12 +163,13 @@ class Inputs:
         """What this rank holds."""
         return list(map(local_tensor, tensors)) if self._has_shards else tensors
 
-    def gather(self, seen: Seen, orthogonal: array[int]) -> Gathered:
+    def gather(self, seen: Seen, signs_at: int, orthogonal: array[int]) -> Gathered:
         """Collect the tensors and their addresses; `orthogonal` are those of directions."""
         params, grads, grads_at = seen.params, seen.grads, seen.grads_at
-        have_moved = seen.params_moved or seen.grads_moved or orthogonal != self._orthogonal
+        borrowed = signs_at, orthogonal
+        have_moved = seen.params_moved or seen.grads_moved or borrowed != self._borrowed
         self._params_at, self._grads_at = seen.params_at, seen.grads_at
-        self._orthogonal = orthogonal
+        self._borrowed = borrowed
         if self._has_shards:
             grads = self._placed_as_owners(list(map(GRAD, self.owners)), grads)
         if not seen.contiguous and not all(map(Tensor.is_contiguous, grads)):
@@ -177,7 +181,7 @@ class Inputs:
             stand_in.copy_(params[i])
         have_moved = have_moved or has_copies or self._has_copies
         if have_moved:
-            self._tabulate(seen.params_at, grads_at, orthogonal)
+            self._tabulate(seen.params_at, grads_at)
         self._has_copies = has_copies
         # They only grow, so their sum shows a write to any parameter. In-place operations on a
         # DTensor do not change the version of its local tensor.
@@ -186,13 +190,17 @@ class Inputs:
         self._versions = versions + len(params) + len(self._sharded)  # see `write_back`
         return Gathered(params, grads, have_moved, are_unchanged)
 
-    def _tabulate(self, params_at: list[int], grads_at: list[int], orthogonal: array[int]) -> None:
-        """Write the table of `Tables.pointers`."""
-        self.addresses[:, Address.WEIGHT] = as_tensor(params_at)
-        self.addresses[:, Address.GRAD] = as_tensor(grads_at)
-        self.addresses[:, Address.ORTHOGONAL] = as_tensor(orthogonal)
+    def _tabulate(self, params_at: list[int], grads_at: list[int]) -> None:
+        """Write the table of addresses."""
+        signs_at, orthogonal = self._borrowed
+        parts = split_addresses(self.addresses)
+        parts["signs_at"].fill_(signs_at)
+        pointers = parts["pointers"]
+        pointers[:, Address.WEIGHT] = as_tensor(params_at)
+        pointers[:, Address.GRAD] = as_tensor(grads_at)
+        pointers[:, Address.ORTHOGONAL] = as_tensor(orthogonal)
         for i, stand_in in self._stand_ins.items():
-            self.addresses[i, Address.WEIGHT] = stand_in.data_ptr()
+            pointers[i, Address.WEIGHT] = stand_in.data_ptr()
 
     def _placed_as_owners(self, grads: list[Tensor], here: list[Tensor]) -> list[Tensor]:
         """What this rank holds of the gradients, each placed as its parameter; `here` if all are.
@@ -231,6 +239,12 @@ def guard_of(tensors: Sequence[Tensor]) -> Any:
         return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     except (ImportError, TypeError):
         return None
+
+
+def split_addresses(table: Tensor) -> dict[str, Tensor]:
+    """What a table of addresses has, by the names in `Tables`. It is uploaded in one piece."""
+    pointers = table[BEFORE_POINTERS:].view(-1, len(Address))
+    return {"signs_at": table[:1], "pointers": pointers}
 
 
 def as_tensor(values: Sequence[int]) -> Tensor:

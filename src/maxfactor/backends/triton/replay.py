@@ -20,14 +20,13 @@ if TYPE_CHECKING:
 
 SEEN_BEFORE = 2  # steps with the same arguments before they are captured; kernels are compiled then
 MOST = 3  # graphs that are kept
-MOST_COUNTED = 64  # arguments that are remembered
+MOST_COUNTED = 16  # arguments that are remembered
 
 
 class LaunchArguments(NamedTuple):
     """What differs between steps of a plan and is an argument of a launch."""
 
-    signs_at: int  # addresses of what the step borrows
-    workspace_at: int
+    workspace_at: int  # the address of what the step borrows
     check: bool
     measure: bool
     is_scaled: bool

@@ -13,9 +13,9 @@ import torch
 from maxfactor.backends.step_io import StepResult
 from maxfactor.backends.triton.buffers import Buffers
 from maxfactor.backends.triton.group_tables import GroupTables
-from maxfactor.backends.triton.inputs import Inputs
+from maxfactor.backends.triton.inputs import Inputs, split_addresses
 from maxfactor.backends.triton.kernels.descriptors import Tables
-from maxfactor.backends.triton.kernels.layout import Address, Scalar
+from maxfactor.backends.triton.kernels.layout import Scalar
 from maxfactor.backends.triton.launches import GroupLaunches, LocalTotals, Scaling
 from maxfactor.backends.triton.local_parameters import local_parameter
 from maxfactor.backends.triton.orthogonal import OrthogonalBatches
@@ -96,8 +96,9 @@ class FusedStep:
         self._totals: LocalTotals | RankTotals = LocalTotals(plan, buffers)
         if ranks:
             self._totals = RankTotals(step_io, order, plan, buffers, uploads, ranks)
+        self._addresses = torch.zeros_like(self._inputs.addresses, device=self._device)
+        self._is_outdated = True  # they are not those of `_inputs`
         self._tables = self._upload(plan)
-        self._is_outdated = True  # `Tables.pointers` lacks the last addresses
         results = self._totals.results
         self._launches = [
             GroupLaunches(group, formats, buffers.partials, results, uploads)
@@ -115,9 +116,8 @@ class FusedStep:
     def _upload(self, plan: LaunchPlan) -> Tables:
         """Upload the plan; the addresses of W, G and O follow with the first step."""
         to_device = self._uploads.to_device
-        pointers = (len(self.owners), len(Address))
         return Tables(
-            pointers=torch.zeros(pointers, dtype=torch.int64, device=self._device),
+            **split_addresses(self._addresses),
             matrices=to_device(self._totals.matrices, torch.int64),
             settings=self._group_tables.settings,
             seed_keys=self._group_tables.seed_keys,
@@ -167,7 +167,8 @@ class FusedStep:
             self.status.raise_if_given_up()
         self._group_tables.update_rates(groups)
         orthogonal = self._rounds.allocate(self._orthogonal.allocate())
-        gathered = self._inputs.gather(seen or self._inputs.look(), orthogonal)
+        signs = self._buffers.sign_bits()
+        gathered = self._inputs.gather(seen or self._inputs.look(), signs.data_ptr(), orthogonal)
         tables = self._with_addresses(gathered, capturing=capturing)
         scaling = self._scaling(grad_scale, found_inf)
         # A graph is replayed without a look at the versions: measure the weights in each replay.
@@ -175,20 +176,20 @@ class FusedStep:
         check = nonfinite != "ignore"
         recorder = self._begin_record() if records else None
         launches = self._launches if recorder is None else recorder.launches
-        signs = self._buffers.sign_bits()
-        at = signs.data_ptr(), self._orthogonal.workspace.address
+        workspace_at = self._orthogonal.workspace.address
 
         def launch() -> None:
-            self._launch(launches, tables, signs, scaling, check=check, measure=measure)
+            self._launch(launches, tables, scaling, check=check, measure=measure)
 
         with on_device(self._device):
             if capturing or records:
                 launch()
             else:
-                self.replay.run(LaunchArguments(*at, check, measure, scaling.is_scaled), launch)
+                arguments = LaunchArguments(workspace_at, check, measure, scaling.is_scaled)
+                self.replay.run(arguments, launch)
         record = None if recorder is None else recorder.finish(self.owners)
         self._inputs.write_back(gathered.params)
-        del gathered, seen  # not before the launches that read the gradients
+        del gathered, seen, signs  # not before the launches that use them
         self._orthogonal.workspace.release()
         self._rounds.release()
         if nonfinite == "raise" and found_inf is None:
@@ -217,10 +218,10 @@ class FusedStep:
         """The tables, with the addresses of W, G and O."""
         if capturing:  # what a graph reads must stay as it is, whatever later steps find
             self._is_outdated = self._is_outdated or gathered.have_moved
-            pointers = self._uploads.to_device(self._inputs.addresses, torch.int64)
-            return self._tables._replace(pointers=pointers)
+            addresses = self._uploads.to_device(self._inputs.addresses, torch.int64)
+            return self._tables._replace(**split_addresses(addresses))
         if gathered.have_moved or self._is_outdated:
-            self._uploads.write(self._tables.pointers, self._inputs.addresses)
+            self._uploads.write(self._addresses, self._inputs.addresses)
             self._is_outdated = False
         return self._tables
 
@@ -228,7 +229,6 @@ class FusedStep:
         self,
         launches: Sequence[GroupLaunches],
         tables: Tables,
-        signs: Tensor,
         scaling: Scaling,
         *,
         check: bool,
@@ -241,30 +241,30 @@ class FusedStep:
         some = [group for group in launches if group.group.other_tiles.number]
         if measure:
             for group in some:
-                group.measure(tables, signs, scaling)
+                group.measure(tables, scaling)
             for key, tiles in (*self._orthogonal.tiles, *self._rounds.tiles):
-                by_key[key].measure_batch(tables, signs, scaling, tiles)
+                by_key[key].measure_batch(tables, scaling, tiles)
         for group in launches:
-            group.statistics(tables, signs, scaling, check=check)
+            group.statistics(tables, scaling, check=check)
         self._totals.finalize(tables, scaling)
         for batch in self._orthogonal.batches:  # in the same memory, one after the other
             group, workspace = by_key[batch.key], self._orthogonal.workspace
             memory = workspace.memory_of(batch.layout)
-            group.begin_batch(tables, signs, scaling, batch, memory)
+            group.begin_batch(tables, scaling, batch, memory)
             workspace.iterate(batch.layout)
-            group.end_batch(tables, signs, scaling, batch, memory)
+            group.end_batch(tables, scaling, batch, memory)
         for each in self._rounds.rounds:
             for segment in each.segments:
-                by_key[segment.key].begin_shards(tables, signs, scaling, segment)
+                by_key[segment.key].begin_shards(tables, scaling, segment)
             self._rounds.orthogonalize(each, self._buffers.results.counters)
             for segment in each.segments:
-                by_key[segment.key].end_shards(tables, signs, scaling, segment)
+                by_key[segment.key].end_shards(tables, scaling, segment)
         for group in some:
-            group.direction(tables, signs, scaling)
+            group.direction(tables, scaling)
         self._totals.rescale(tables)
         for group in some:
             if not group.group.key.direct:
-                group.apply(tables, signs, scaling)
+                group.apply(tables, scaling)
 
 
 def make_step(
