@@ -14,7 +14,7 @@ from maxfactor.backends.triton.kernels.layout import Address
 from maxfactor.distributed.placement import is_sharded, local_as, local_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from maxfactor.backends.step_io import StepInput
     from maxfactor.backends.triton.local_parameters import LocalParameter
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Asked of every tensor in every step; `map` with these is several times faster than a loop.
 GRAD, DTYPE, LAYOUT, VERSION = map(operator.attrgetter, ("grad", "dtype", "layout", "_version"))
 AT = Tensor.data_ptr
+RUN = 128  # parameters
 BEFORE_POINTERS = 2  # entries of the table of addresses, so that pointers begin on 16 bytes
 STRIDED = {torch.strided}
 
@@ -36,7 +37,15 @@ class Seen(NamedTuple):
     grads_at: list[int]
     params_moved: bool  # since the last step
     grads_moved: bool
+    versions: int  # the sum of autograd's versions of parameters
     contiguous: bool  # all gradients are known to be
+
+
+class Run(NamedTuple):
+    """Parameters that are looked at in turn, few enough to stay in the processor's cache."""
+
+    params: list[Tensor]
+    guard: Any  # of their gradients, see `guard_of`
 
 
 class Gathered(NamedTuple):
@@ -80,9 +89,7 @@ class Inputs:
         self._has_shards = bool(self._sharded)
         self._grad_types = [type(each.grad) for each in step_io]
         self._grad_dtypes = [key.grad_dtype for key in keys]
-        grads = [each.grad for each in step_io]
-        is_plain = not self._has_shards and all(map(Tensor.is_contiguous, grads))
-        self._grad_guard = guard_of(grads) if is_plain else None
+        self._runs = list(self._cut(step_io))
         self._param_guard = None if self._has_shards else guard_of(self.owners)
         self._aligned = [key.aligned for key in keys]
         # What no address of an aligned tensor may have.
@@ -105,6 +112,13 @@ class Inputs:
         self._has_copies = False  # the table has addresses of copies
         self._versions = -1  # the sum of autograd's versions after the last step
 
+    def _cut(self, step_io: Sequence[StepInput]) -> Iterator[Run]:
+        """Cut the parameters into runs."""
+        for first in range(0, len(step_io), RUN):
+            grads = [each.grad for each in step_io[first : first + RUN]]
+            is_plain = not self._has_shards and all(map(Tensor.is_contiguous, grads))
+            yield Run(self.owners[first : first + RUN], guard_of(grads) if is_plain else None)
+
     def fit(self, flat: Sequence[Tensor], states: Mapping[Tensor, object]) -> Seen | None:
         """What is there, if tensors and states are those of the plan; changes nothing."""
         tensors = chain.from_iterable(self._in_states)
@@ -116,7 +130,7 @@ class Inputs:
             or any(map(operator.is_not, map(GRAD, self._idle), repeat(None)))
         ):
             return None
-        return self._grads_fit(list(map(GRAD, self.owners)))
+        return self._grads_fit()
 
     def _states_fit(self, states: Mapping[Tensor, object]) -> bool:
         """Whether each parameter has its own state."""
@@ -128,12 +142,13 @@ class Inputs:
         # Not looked up at first, because the hash of a tensor is slow.
         return is_usual or all(map(operator.is_, map(states.get, self.owners), self.states))
 
-    def _grads_fit(self, grads: list[Any]) -> Seen | None:
+    def _grads_fit(self) -> Seen | None:
         """What is there, if gradients have the plan's dtypes and all addresses its alignment."""
-        as_planned = self._grad_guard is not None and self._grad_guard.check(*grads)
-        if not as_planned and not self._grads_may_be_used(grads):
-            return None
-        seen = self.look(grads, contiguous=as_planned)
+        if (seen := self._look_quickly()) is None:
+            grads = list(map(GRAD, self.owners))
+            if not self._grads_may_be_used(grads):
+                return None
+            seen = self.look(grads)
         if not (seen.params_moved or seen.grads_moved):
             return seen
         # Tensors moved: they must still be laid out as the plan expects.
@@ -151,13 +166,32 @@ class Inputs:
             return False
         return not self._has_shards or list(map(type, grads)) == self._grad_types
 
-    def look(self, grads: list[Tensor] | None = None, *, contiguous: bool = False) -> Seen:
-        """Find the local tensors and where they are; `contiguous` if all gradients are."""
+    def look(self, grads: list[Tensor] | None = None) -> Seen:
+        """Find the local tensors and where they are."""
         params = self._local(self.owners)
         here = self._local(list(map(GRAD, self.owners)) if grads is None else grads)
         at, grads_at = list(map(AT, params)), list(map(AT, here))
         moved = at != self._params_at, grads_at != self._grads_at
-        return Seen(params, here, at, grads_at, *moved, contiguous)
+        # In-place operations on a DTensor do not change the version of its local tensor.
+        versions = sum(map(VERSION, chain(params, self._sharded)))
+        return Seen(params, here, at, grads_at, *moved, versions, contiguous=False)
+
+    def _look_quickly(self) -> Seen | None:
+        """As `look`, if all gradients are like those of the plan; else None."""
+        grads: list[Tensor] = []
+        params_at: list[int] = []
+        grads_at: list[int] = []
+        versions = 0
+        for params, guard in self._runs:
+            here = list(map(GRAD, params))
+            if guard is None or not guard.check(*here):
+                return None
+            grads += here
+            params_at += map(AT, params)
+            grads_at += map(AT, here)
+            versions += sum(map(VERSION, params))
+        moved = params_at != self._params_at, grads_at != self._grads_at
+        return Seen(self.owners, grads, params_at, grads_at, *moved, versions, contiguous=True)
 
     def _local(self, tensors: list[Tensor]) -> list[Tensor]:
         """What this rank holds."""
@@ -183,11 +217,9 @@ class Inputs:
         if have_moved:
             self._tabulate(seen.params_at, grads_at)
         self._has_copies = has_copies
-        # They only grow, so their sum shows a write to any parameter. In-place operations on a
-        # DTensor do not change the version of its local tensor.
-        versions = sum(map(VERSION, chain(params, self._sharded)))
-        are_unchanged = versions == self._versions and not seen.params_moved
-        self._versions = versions + len(params) + len(self._sharded)  # see `write_back`
+        # Versions only grow, so their sum shows a write to any parameter.
+        are_unchanged = seen.versions == self._versions and not seen.params_moved
+        self._versions = seen.versions + len(params) + len(self._sharded)  # see `write_back`
         return Gathered(params, grads, have_moved, are_unchanged)
 
     def _tabulate(self, params_at: list[int], grads_at: list[int]) -> None:
