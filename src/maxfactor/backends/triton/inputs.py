@@ -152,8 +152,9 @@ class Inputs:
         if not (seen.params_moved or seen.grads_moved):
             return seen
         # Tensors moved: they must still be laid out as the plan expects.
-        for places in (seen.params_at, seen.grads_at):
-            if bool((as_tensor(places) & self._odd_bits).any()):
+        params_at = seen.params_at if seen.params_moved else None
+        for places in (params_at, seen.grads_at):
+            if places is not None and bool((as_tensor(places) & self._odd_bits).any()):
                 return None
         as_planned = self._param_guard is not None and self._param_guard.check(*seen.params)
         return seen if as_planned or layouts(seen.params) == self._layouts else None
@@ -215,24 +216,25 @@ class Inputs:
             stand_in.copy_(params[i])
         have_moved = have_moved or has_copies or self._has_copies
         if have_moved:
-            self._tabulate(seen.params_at, grads_at)
+            self._tabulate(seen.params_at if seen.params_moved else None, grads_at)
         self._has_copies = has_copies
         # Versions only grow, so their sum shows a write to any parameter.
         are_unchanged = seen.versions == self._versions and not seen.params_moved
         self._versions = seen.versions + len(params) + len(self._sharded)  # see `write_back`
         return Gathered(params, grads, have_moved, are_unchanged)
 
-    def _tabulate(self, params_at: list[int], grads_at: list[int]) -> None:
-        """Write the table of addresses."""
+    def _tabulate(self, params_at: list[int] | None, grads_at: list[int]) -> None:
+        """Write the table of addresses; those of parameters only if they moved."""
         signs_at, orthogonal = self._borrowed
         parts = split_addresses(self.addresses)
         parts["signs_at"].fill_(signs_at)
         pointers = parts["pointers"]
-        pointers[:, Address.WEIGHT] = as_tensor(params_at)
         pointers[:, Address.GRAD] = as_tensor(grads_at)
         pointers[:, Address.ORTHOGONAL] = as_tensor(orthogonal)
-        for i, stand_in in self._stand_ins.items():
-            pointers[i, Address.WEIGHT] = stand_in.data_ptr()
+        if params_at is not None:
+            pointers[:, Address.WEIGHT] = as_tensor(params_at)
+            for i, stand_in in self._stand_ins.items():
+                pointers[i, Address.WEIGHT] = stand_in.data_ptr()
 
     def _placed_as_owners(self, grads: list[Tensor], here: list[Tensor]) -> list[Tensor]:
         """What this rank holds of the gradients, each placed as its parameter; `here` if all are.
