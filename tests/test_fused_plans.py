@@ -1,0 +1,123 @@
+"""A fused plan that is kept: it sees what others do to parameters, gradients and states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from maxfactor import MaxFactor
+
+pytest.importorskip("triton")
+from maxfactor.backends.triton import inputs
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.gpu
+SHAPES = [(5, 12), (12,), (5, 12), (6, 6), ()]
+
+
+def write(params: list[Tensor], optimizer: MaxFactor) -> None:
+    with torch.no_grad():
+        params[0].mul_(3.0)
+        params[3].mul_(0.5)
+
+
+def move(params: list[Tensor], optimizer: MaxFactor) -> None:
+    params[1].data = params[1].data.clone()
+    params[3].data = 2.0 * params[3].data
+
+
+def swap(params: list[Tensor], optimizer: MaxFactor) -> None:
+    params[0].data, params[2].data = params[2].data, params[0].data
+
+
+def turn(params: list[Tensor], optimizer: MaxFactor) -> None:
+    params[3].data = params[3].data.t()
+
+
+def turn_gradient(params: list[Tensor], optimizer: MaxFactor) -> None:
+    assert params[0].grad is not None
+    params[0].grad = params[0].grad.t().contiguous().t()
+
+
+def drop_gradient(params: list[Tensor], optimizer: MaxFactor) -> None:
+    params[2].grad = None
+
+
+def replace_state(params: list[Tensor], optimizer: MaxFactor) -> None:
+    state = optimizer.state[params[0]]
+    state["row_var"] = 4.0 * state["row_var"]
+
+
+def replace_states(params: list[Tensor], optimizer: MaxFactor) -> None:
+    optimizer.state[params[0]] = {k: v.clone() for k, v in optimizer.state[params[2]].items()}
+
+
+def swap_states(params: list[Tensor], optimizer: MaxFactor) -> None:
+    states = optimizer.state
+    states[params[0]], states[params[2]] = states[params[2]], states[params[0]]
+
+
+def other_order(params: list[Tensor], optimizer: MaxFactor) -> None:
+    optimizer.state[params[0]] = optimizer.state.pop(params[0])
+
+
+def change_rate(params: list[Tensor], optimizer: MaxFactor) -> None:
+    optimizer.param_groups[0]["lr"] = 0.03
+
+
+EVENTS: list[Callable[[list[Tensor], MaxFactor], None]] = [
+    write, move, swap, turn, turn_gradient, drop_gradient,
+    replace_state, replace_states, swap_states, other_order, change_rate,
+]  # fmt: skip
+
+
+def after(event: Callable[[list[Tensor], MaxFactor], None], *, kept: bool) -> list[Tensor]:
+    """Weights and states after steps with an event among them, with one plan or new ones."""
+    drawn = torch.Generator().manual_seed(0)
+    weights = [torch.randn(shape, generator=drawn).to(DEVICE) for shape in SHAPES]
+    params: list[Tensor] = [torch.nn.Parameter(weight) for weight in weights]
+    optimizer = MaxFactor(params, lr=0.01, fused=True)
+    for step in range(4):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=drawn).to(DEVICE)
+        if step == 2:
+            event(params, optimizer)
+        if not kept:
+            optimizer.drop_plans()
+        optimizer.step()
+    states = [x for param in params for x in optimizer.state[param].values()]
+    return [x.detach().clone() for x in (*params, *states)]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.__name__)
+def test_what_others_do_is_seen(
+    event: Callable[[list[Tensor], MaxFactor], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result is that of new plans, whether or not torch has its guards."""
+    expected = after(event, kept=False)
+    monkeypatch.setattr(inputs, "RUN", 2)  # several runs
+    found = [after(event, kept=True)]
+    monkeypatch.setattr(inputs, "guard_of", lambda _: None)
+    found.append(after(event, kept=True))
+    for each in found:
+        assert all(torch.equal(a, b) for a, b in zip(each, expected, strict=True))
+
+
+def test_one_plan_serves_all_steps() -> None:
+    """Gradients in other places, and other rates, need no new plan."""
+    params = [torch.nn.Parameter(torch.ones(shape, device=DEVICE)) for shape in SHAPES]
+    optimizer = MaxFactor(params, fused=True)
+    plans = []
+    for step in range(3):
+        others = [torch.zeros(64, device=DEVICE)] * step
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.param_groups[0]["lr"] = 0.01 + 0.01 * step
+        optimizer.step()
+        plans.append(optimizer._fused)
+        del others
+    assert plans[0] is not None
+    assert all(plan is plans[0] for plan in plans)
