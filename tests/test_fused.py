@@ -433,12 +433,13 @@ def test_no_wait_and_few_launches(cls: type[Any]) -> None:
         shapes = [(64, 128), (300,), (16, 3, 5), (1,)] * copies
         params = [torch.nn.Parameter(torch.randn(s, device=DEVICE)) for s in shapes]
         optimizer = cls(params)
-        for _ in range(3):
+        for _ in range(6):  # the last of them are replayed
             for param in params:
                 param.grad = torch.randn_like(param)
             with no_host_sync():
                 optimizer.step()
         assert optimizer._fused is not None
+        assert optimizer._fused.replay.replayed >= 2
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
         ) as profile:

@@ -201,8 +201,8 @@ def test_borrowed_bytes_are_those_of_the_step() -> None:
 
 @needs_gpu
 def test_borrowed_bytes_are_measured() -> None:
-    """Peak memory of a step, but for cuBLAS's own workspace, is what was told."""
-    optimizer = steps_of(parameters([(512, 512)] * 6 + [(512, 1536)] * 3))
+    """Peak memory of a step, but for cuBLAS's own workspaces, is what was told."""
+    optimizer = steps_of(parameters([(512, 512)] * 6 + [(512, 1536)] * 3), steps=6)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

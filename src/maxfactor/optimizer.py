@@ -115,7 +115,9 @@ class FactoredOptimizer(Optimizer):
 
     def _runner(self, key: int) -> Runner:
         """The runner of a window, moved to the end."""
-        runner = self._runners[key] = self._runners.pop(key, Runner())
+        runner = self._runners.pop(key, None)
+        # Windows are stepped while backward allocates, so what they borrow is never in one place.
+        runner = self._runners[key] = runner or Runner(replays=key == WHOLE)
         return runner
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

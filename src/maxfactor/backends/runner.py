@@ -20,10 +20,15 @@ if TYPE_CHECKING:
 
 
 class Runner:
-    """What is kept from one step to the next: the fused plan, the guard, the last step sizes."""
+    """What is kept from one step to the next: the fused plan, the guard, the last step sizes.
 
-    def __init__(self) -> None:
+    Args:
+        replays: Whether fused steps may be replayed as CUDA graphs.
+    """
+
+    def __init__(self, *, replays: bool = True) -> None:
         self._guard = Guard()
+        self._replays = replays
         self.fused: FusedStep | None = None
         self._result = StepResult()
         self._stepped: list[Tensor] = []
@@ -45,6 +50,8 @@ class Runner:
         from maxfactor.backends.triton.step import make_step
 
         self.fused = make_step(inputs, flat, groups, self.fused, idle)
+        if not self._replays:
+            self.fused.replay.enabled = False
 
     def run_torch(
         self, inputs: Sequence[StepInput], execution: Execution, *, records: bool = False

@@ -38,6 +38,6 @@ class GroupTables:
         """Upload the learning rates that the host knows."""
         values = [rate_value(group) for group in groups]
         if values != self._values:
-            uploaded = self._uploads.to_device(values, torch.float32)
-            self._rates.copy_(uploaded, non_blocking=True)
+            host = torch.tensor(values, dtype=torch.float32, device="cpu")
+            self._uploads.write(self._rates, host)
             self._values = values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from array import array
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 # Asked of every tensor in every step; `map` with these is several times faster than a loop.
 GRAD, DTYPE, LAYOUT, VERSION = map(operator.attrgetter, ("grad", "dtype", "layout", "_version"))
 AT = Tensor.data_ptr
+BEFORE_POINTERS = 2  # entries of the table of addresses, so that pointers begin on 16 bytes
 STRIDED = {torch.strided}
 
 
@@ -32,6 +34,9 @@ class Seen(NamedTuple):
     grads: list[Tensor]  # placed as they are
     params_at: list[int]
     grads_at: list[int]
+    params_moved: bool  # since the last step
+    grads_moved: bool
+    contiguous: bool  # all gradients are known to be
 
 
 class Gathered(NamedTuple):
@@ -39,7 +44,8 @@ class Gathered(NamedTuple):
 
     params: list[Tensor]
     grads: list[Tensor]  # contiguous
-    addresses: list[int]  # (tensors, Address), flat
+    have_moved: bool  # `Inputs.addresses` is not that of the last step
+    are_unchanged: bool  # nobody wrote the parameters since the last step
 
 
 class Inputs:
@@ -61,16 +67,26 @@ class Inputs:
     ) -> None:
         self.owners = [each.param for each in step_io]  # the optimizer's parameters
         self.states = [each.state for each in step_io]
-        self._owner_ids = list(map(id, self.owners))
-        self._state_tensors = list(chain.from_iterable(map(dict.values, self.states)))
+        # Views, which show what the states hold at any later time.
+        self._in_states = [state.values() for state in self.states]
+        self._state_tensors = list(chain.from_iterable(self._in_states))
         self._flat = list(flat)
-        active = {id(param) for param in self.owners}
-        self._idle = [param for param in flat if id(param) not in active]
+        state_of = {id(each.param): each.state for each in step_io}
+        self._idle = [param for param in flat if id(param) not in state_of]
+        # The optimizer's dict of states as it usually is: in the order of the parameters.
+        self._stepped = [param for param in flat if id(param) in state_of]
+        self._states_in_order = [state_of[id(param)] for param in self._stepped]
         self._sharded = list(filter(is_sharded, self.owners))
         self._has_shards = bool(self._sharded)
         self._grad_types = [type(each.grad) for each in step_io]
         self._grad_dtypes = [key.grad_dtype for key in keys]
+        grads = [each.grad for each in step_io]
+        is_plain = not self._has_shards and all(map(Tensor.is_contiguous, grads))
+        self._grad_guard = guard_of(grads) if is_plain else None
+        self._param_guard = None if self._has_shards else guard_of(self.owners)
         self._aligned = [key.aligned for key in keys]
+        # What no address of an aligned tensor may have.
+        self._odd_bits = torch.tensor([15 * fit for fit in self._aligned], device="cpu")
         local = [each.param for each in params]
         self._layouts = layouts(local)
         # The kernels write these in place of parameters that are not contiguous.
@@ -79,82 +95,112 @@ class Inputs:
             for i, param in enumerate(local)
             if not param.is_contiguous()
         }
-        # Where W, G and the directions were in the last step, and the table of them.
-        self._found: tuple[list[int], ...] = ([], [], [])
-        self._addresses: list[int] = []
+        # Where W, G, the signs and the directions were in the last step, and the table of them on
+        # the host; see `split_addresses`.
+        self._params_at: list[int] = []
+        self._grads_at: list[int] = []
+        self._borrowed: tuple[int, array[int]] = (0, array("q"))
+        size = BEFORE_POINTERS + len(local) * len(Address)
+        self.addresses = torch.zeros(size, dtype=torch.int64, device="cpu")
         self._has_copies = False  # the table has addresses of copies
-        self._versions: list[int] = []  # of parameters after the last step
+        self._versions = -1  # the sum of autograd's versions after the last step
 
     def fit(self, flat: Sequence[Tensor], states: Mapping[Tensor, object]) -> Seen | None:
         """What is there, if tensors and states are those of the plan; changes nothing."""
-        tensors = chain.from_iterable(map(dict.values, self.states))
-        # By the identity of parameters, because the hash of a tensor is slow.
-        by_id = dict(zip(map(id, states), states.values(), strict=True))
+        tensors = chain.from_iterable(self._in_states)
         if (
             len(flat) != len(self._flat)
             or not all(map(operator.is_, flat, self._flat))
-            or not all(map(operator.is_, map(by_id.get, self._owner_ids), self.states))
+            or not self._states_fit(states)
             or not all(map(operator.is_, tensors, self._state_tensors))
-            or any(param.grad is not None for param in self._idle)
+            or any(map(operator.is_not, map(GRAD, self._idle), repeat(None)))
         ):
             return None
         return self._grads_fit(list(map(GRAD, self.owners)))
 
+    def _states_fit(self, states: Mapping[Tensor, object]) -> bool:
+        """Whether each parameter has its own state."""
+        is_usual = (
+            len(states) == len(self._stepped)
+            and all(map(operator.is_, states.values(), self._states_in_order))
+            and all(map(operator.is_, states, self._stepped))
+        )
+        # Not looked up at first, because the hash of a tensor is slow.
+        return is_usual or all(map(operator.is_, map(states.get, self.owners), self.states))
+
     def _grads_fit(self, grads: list[Any]) -> Seen | None:
         """What is there, if gradients have the plan's dtypes and all addresses its alignment."""
-        if any(map(operator.is_, grads, repeat(None))) or set(map(LAYOUT, grads)) != STRIDED:
+        as_planned = self._grad_guard is not None and self._grad_guard.check(*grads)
+        if not as_planned and not self._grads_may_be_used(grads):
             return None
-        if list(map(DTYPE, grads)) != self._grad_dtypes:
-            return None
-        if self._has_shards and list(map(type, grads)) != self._grad_types:
-            return None
-        seen = self.look(grads)
-        if (seen.params_at, seen.grads_at) == self._found[:2]:
+        seen = self.look(grads, contiguous=as_planned)
+        if not (seen.params_moved or seen.grads_moved):
             return seen
         # Tensors moved: they must still be laid out as the plan expects.
         for places in (seen.params_at, seen.grads_at):
-            if any(fit and at & 15 for fit, at in zip(self._aligned, places, strict=True)):
+            if bool((as_tensor(places) & self._odd_bits).any()):
                 return None
-        return seen if layouts(seen.params) == self._layouts else None
+        as_planned = self._param_guard is not None and self._param_guard.check(*seen.params)
+        return seen if as_planned or layouts(seen.params) == self._layouts else None
 
-    def look(self, grads: list[Tensor] | None = None) -> Seen:
-        """Find the local tensors and where they are."""
+    def _grads_may_be_used(self, grads: list[Any]) -> bool:
+        """Whether gradients have the plan's dtypes and types, wherever their elements are."""
+        if any(map(operator.is_, grads, repeat(None))) or set(map(LAYOUT, grads)) != STRIDED:
+            return False
+        if list(map(DTYPE, grads)) != self._grad_dtypes:
+            return False
+        return not self._has_shards or list(map(type, grads)) == self._grad_types
+
+    def look(self, grads: list[Tensor] | None = None, *, contiguous: bool = False) -> Seen:
+        """Find the local tensors and where they are; `contiguous` if all gradients are."""
         params = self._local(self.owners)
         here = self._local(list(map(GRAD, self.owners)) if grads is None else grads)
-        return Seen(params, here, list(map(AT, params)), list(map(AT, here)))
+        at, grads_at = list(map(AT, params)), list(map(AT, here))
+        moved = at != self._params_at, grads_at != self._grads_at
+        return Seen(params, here, at, grads_at, *moved, contiguous)
 
     def _local(self, tensors: list[Tensor]) -> list[Tensor]:
         """What this rank holds."""
         return list(map(local_tensor, tensors)) if self._has_shards else tensors
 
-    def gather(self, seen: Seen, orthogonal: list[int]) -> Gathered:
+    def gather(self, seen: Seen, signs_at: int, orthogonal: array[int]) -> Gathered:
         """Collect the tensors and their addresses; `orthogonal` are those of directions."""
-        params, grads, params_at, grads_at = seen
-        have_moved = (params_at, grads_at, orthogonal) != self._found
-        self._found = params_at, grads_at, orthogonal
+        params, grads, grads_at = seen.params, seen.grads, seen.grads_at
+        borrowed = signs_at, orthogonal
+        have_moved = seen.params_moved or seen.grads_moved or borrowed != self._borrowed
+        self._params_at, self._grads_at = seen.params_at, seen.grads_at
+        self._borrowed = borrowed
         if self._has_shards:
             grads = self._placed_as_owners(list(map(GRAD, self.owners)), grads)
-        if not all(map(Tensor.is_contiguous, grads)):
+        if not seen.contiguous and not all(map(Tensor.is_contiguous, grads)):
             grads = [grad.contiguous() for grad in grads]
-        if grads is not seen.grads:  # copies, which are elsewhere
-            grads_at, have_moved = list(map(AT, grads)), True
+        has_copies = grads is not seen.grads  # which are elsewhere
+        if has_copies:
+            grads_at = list(map(AT, grads))
         for i, stand_in in self._stand_ins.items():
             stand_in.copy_(params[i])
-        if have_moved or self._has_copies:
-            self._addresses = self._table(params_at, grads_at, orthogonal)
-        self._has_copies = grads is not seen.grads
-        return Gathered(params, grads, self._addresses)
+        have_moved = have_moved or has_copies or self._has_copies
+        if have_moved:
+            self._tabulate(seen.params_at, grads_at)
+        self._has_copies = has_copies
+        # They only grow, so their sum shows a write to any parameter. In-place operations on a
+        # DTensor do not change the version of its local tensor.
+        versions = sum(map(VERSION, chain(params, self._sharded)))
+        are_unchanged = versions == self._versions and not seen.params_moved
+        self._versions = versions + len(params) + len(self._sharded)  # see `write_back`
+        return Gathered(params, grads, have_moved, are_unchanged)
 
-    def _table(self, params_at: list[int], grads_at: list[int], orthogonal: list[int]) -> list[int]:
-        """The rows of `Tables.pointers`, flat."""
-        width = len(Address)
-        addresses = [0] * (width * len(params_at))
-        addresses[Address.WEIGHT :: width] = params_at
-        addresses[Address.GRAD :: width] = grads_at
-        addresses[Address.ORTHOGONAL :: width] = orthogonal
+    def _tabulate(self, params_at: list[int], grads_at: list[int]) -> None:
+        """Write the table of addresses."""
+        signs_at, orthogonal = self._borrowed
+        parts = split_addresses(self.addresses)
+        parts["signs_at"].fill_(signs_at)
+        pointers = parts["pointers"]
+        pointers[:, Address.WEIGHT] = as_tensor(params_at)
+        pointers[:, Address.GRAD] = as_tensor(grads_at)
+        pointers[:, Address.ORTHOGONAL] = as_tensor(orthogonal)
         for i, stand_in in self._stand_ins.items():
-            addresses[i * width + Address.WEIGHT] = stand_in.data_ptr()
-        return addresses
+            pointers[i, Address.WEIGHT] = stand_in.data_ptr()
 
     def _placed_as_owners(self, grads: list[Tensor], here: list[Tensor]) -> list[Tensor]:
         """What this rank holds of the gradients, each placed as its parameter; `here` if all are.
@@ -169,16 +215,7 @@ class Inputs:
                 found[i] = grad.clone()
         return found
 
-    def versions(self, params: list[Tensor]) -> list[int]:
-        """Autograd's versions, which tell who else wrote the parameters."""
-        # In-place operations on a DTensor do not change the version of its local tensor.
-        return list(map(VERSION, chain(params, self._sharded)))
-
-    def is_unchanged(self, versions: list[int]) -> bool:
-        """Whether nobody wrote the parameters since the last step."""
-        return versions == self._versions
-
-    def write_back(self, params: list[Tensor], versions: list[int]) -> None:
+    def write_back(self, params: list[Tensor]) -> None:
         """Finish the parameters after the launches, and tell autograd that they were written."""
         for i, stand_in in self._stand_ins.items():
             params[i].copy_(stand_in)
@@ -188,7 +225,31 @@ class Inputs:
         if self._has_shards:
             written = [*written, *self._sharded]
         increment_version(written)
-        self._versions = [version + 1 for version in versions]
+
+
+def guard_of(tensors: Sequence[Tensor]) -> Any:
+    """What compares tensors with these: by type, dtype, layout, device, sizes and strides.
+
+    It compares all of them in one call, several times faster than `map` with attributes. It is of
+    torch.compile and not public: None if torch has none, and other ways are taken.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    except (ImportError, TypeError):
+        return None
+
+
+def split_addresses(table: Tensor) -> dict[str, Tensor]:
+    """What a table of addresses has, by the names in `Tables`. It is uploaded in one piece."""
+    pointers = table[BEFORE_POINTERS:].view(-1, len(Address))
+    return {"signs_at": table[:1], "pointers": pointers}
+
+
+def as_tensor(values: Sequence[int]) -> Tensor:
+    """Addresses as a tensor; several times faster than torch.tensor."""
+    return torch.frombuffer(array("q", values), dtype=torch.int64)
 
 
 def layouts(params: Sequence[Tensor]) -> list[tuple[object, ...]]:

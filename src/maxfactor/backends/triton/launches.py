@@ -84,18 +84,18 @@ class GroupLaunches:
         }
         return other
 
-    def statistics(self, tables: Tables, signs: Tensor, scaling: Scaling, *, check: bool) -> None:
+    def statistics(self, tables: Tables, scaling: Scaling, *, check: bool) -> None:
         """Sums and signs of G."""
         statistics[(self.group.tiles,)](
-            tables, self._partials, self._results, signs, scaling.grad_scale,
+            tables, self._partials, self._results, scaling.grad_scale,
             self.group.first_tile, CHECK=check, SCALED=scaling.is_scaled, spec=self._spec,
             **TILE_OPTIONS,
         )  # fmt: skip
 
-    def direction(self, tables: Tables, signs: Tensor, scaling: Scaling) -> None:
+    def direction(self, tables: Tables, scaling: Scaling) -> None:
         """Maxima of |U|, or the momentum, where the direction is not orthogonal."""
         if self.group.with_momentum:
-            self._with_momentum(tables, signs, scaling, self.group.other_tiles, self._spec)
+            self._with_momentum(tables, scaling, self.group.other_tiles, self._spec)
         else:
             maxima[(len(self._block_matrix),)](
                 tables, self._block_matrix, self._partials, self._results, scaling.grad_scale,
@@ -103,21 +103,19 @@ class GroupLaunches:
                 WIDTH=self.group.maxima_width, spec=self._spec, **TILE_OPTIONS,
             )  # fmt: skip
 
-    def measure(self, tables: Tables, signs: Tensor, scaling: Scaling) -> None:
+    def measure(self, tables: Tables, scaling: Scaling) -> None:
         """Sums of squares of weights, where the direction is not orthogonal."""
-        self._apply(tables, signs, scaling, self.group.other_tiles, self._spec, measure=True)
+        self._apply(tables, scaling, self.group.other_tiles, self._spec, measure=True)
 
-    def apply(self, tables: Tables, signs: Tensor, scaling: Scaling) -> None:
+    def apply(self, tables: Tables, scaling: Scaling) -> None:
         """Write the weights, where the direction is not orthogonal."""
-        self._apply(tables, signs, scaling, self.group.other_tiles, self._spec, measure=False)
+        self._apply(tables, scaling, self.group.other_tiles, self._spec, measure=False)
 
     # ----------------------------------------------------- a batch of orthogonal matrices
 
-    def begin_batch(
-        self, tables: Tables, signs: Tensor, scaling: Scaling, batch: Batch, memory: Memory
-    ) -> None:
+    def begin_batch(self, tables: Tables, scaling: Scaling, batch: Batch, memory: Memory) -> None:
         """Write what is orthogonalised, with the norm and the dtype of the iteration."""
-        self._with_momentum(tables, signs, scaling, batch.tiles, self._spec_of(batch))
+        self._with_momentum(tables, scaling, batch.tiles, self._spec_of(batch))
         if batch.side is not None:
             self._normalize_blocks(batch, memory)
             return
@@ -126,9 +124,7 @@ class GroupLaunches:
             batch.layout.norm, spec=self._batch_spec, **TILE_OPTIONS,
         )  # fmt: skip
 
-    def end_batch(
-        self, tables: Tables, signs: Tensor, scaling: Scaling, batch: Batch, memory: Memory
-    ) -> None:
+    def end_batch(self, tables: Tables, scaling: Scaling, batch: Batch, memory: Memory) -> None:
         """Write the weights, from the result of the iteration."""
         if batch.side is not None:
             self._measure_blocks(batch, memory.o, 1.0)
@@ -136,14 +132,12 @@ class GroupLaunches:
             measure_directions[(batch.tiles.number * self._batch_spec.parts,)](
                 tables, self._partials, batch.tiles.first, spec=self._batch_spec, **TILE_OPTIONS
             )
-        self._apply(tables, signs, scaling, batch.tiles, self._spec_of(batch), measure=False)
+        self._apply(tables, scaling, batch.tiles, self._spec_of(batch), measure=False)
         self._add_parts(batch.tiles, measure=False)
 
-    def measure_batch(
-        self, tables: Tables, signs: Tensor, scaling: Scaling, tiles: TileRange
-    ) -> None:
+    def measure_batch(self, tables: Tables, scaling: Scaling, tiles: TileRange) -> None:
         """Sums of squares of weights."""
-        self._apply(tables, signs, scaling, tiles, self._batch_spec, measure=True)
+        self._apply(tables, scaling, tiles, self._batch_spec, measure=True)
         self._add_parts(tiles, measure=True)
 
     def _spec_of(self, batch: Batch) -> Spec:
@@ -168,17 +162,15 @@ class GroupLaunches:
 
     # --------------------------------------------------------------- shards of a round
 
-    def begin_shards(
-        self, tables: Tables, signs: Tensor, scaling: Scaling, segment: Segment
-    ) -> None:
+    def begin_shards(self, tables: Tables, scaling: Scaling, segment: Segment) -> None:
         """Write the shards of what is orthogonalised."""
         own = self._with_sums_of(segment)
-        own._with_momentum(tables, signs, scaling, segment.tiles, self._shard_spec)
+        own._with_momentum(tables, scaling, segment.tiles, self._shard_spec)
 
-    def end_shards(self, tables: Tables, signs: Tensor, scaling: Scaling, segment: Segment) -> None:
+    def end_shards(self, tables: Tables, scaling: Scaling, segment: Segment) -> None:
         """Write the weights, from the shards that the owners returned."""
         own = self._with_sums_of(segment)
-        own._apply(tables, signs, scaling, segment.tiles, self._shard_spec, measure=False)
+        own._apply(tables, scaling, segment.tiles, self._shard_spec, measure=False)
         own._add_parts(segment.tiles, measure=False)
 
     def _with_sums_of(self, segment: Segment) -> GroupLaunches:
@@ -191,17 +183,16 @@ class GroupLaunches:
     # ------------------------------------------------------------------------ single launches
 
     def _with_momentum(
-        self, tables: Tables, signs: Tensor, scaling: Scaling, tiles: TileRange, spec: Spec
+        self, tables: Tables, scaling: Scaling, tiles: TileRange, spec: Spec
     ) -> None:
         with_momentum[(tiles.number * spec.parts,)](
-            tables, self._partials, self._results, signs, scaling.grad_scale,
+            tables, self._partials, self._results, scaling.grad_scale,
             tiles.first, SCALED=scaling.is_scaled, spec=spec, **TILE_OPTIONS,
         )  # fmt: skip
 
     def _apply(
         self,
         tables: Tables,
-        signs: Tensor,
         scaling: Scaling,
         tiles: TileRange,
         spec: Spec,
@@ -209,7 +200,7 @@ class GroupLaunches:
         measure: bool,
     ) -> None:
         apply[(tiles.number * spec.parts,)](
-            tables, self._partials, self._results, signs, scaling.grad_scale,
+            tables, self._partials, self._results, scaling.grad_scale,
             tiles.first, int(measure), SCALED=scaling.is_scaled,
             STAGES=self.group.apply_stages, spec=spec, **TILE_OPTIONS,
         )  # fmt: skip

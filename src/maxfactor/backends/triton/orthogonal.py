@@ -7,6 +7,7 @@ networks" (2024), https://kellerjordan.github.io/posts/muon/. The iteration is t
 
 from __future__ import annotations
 
+from array import array
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -76,6 +77,11 @@ class Workspace:
         self._buffer = torch.empty(elements, dtype=self._formats.o, device=self._device)
         return self._buffer.data_ptr()
 
+    @property
+    def address(self) -> int:
+        """Where the borrowed memory is; 0 if there is none."""
+        return 0 if self._buffer is None else self._buffer.data_ptr()
+
     def memory_of(self, form: Layout) -> Memory:
         """Where the matrices of a batch are before, at the begin and after the iteration."""
         assert self._buffer is not None
@@ -122,6 +128,8 @@ class OrthogonalBatches:
         self.most_tiles = max((each.tiles.number for each in self.batches), default=0)
         blocked = [each.layout.matrices for each in self.batches if each.side is not None]
         self.most_blocks = max(blocked, default=0)
+        self._tensors, self._start = len(params), -1
+        self._addresses = array("q", bytes(8 * len(params)))
 
     def _batches(
         self, params: Sequence[LocalParameter], keys: Sequence[LaunchKey], plan: LaunchPlan
@@ -148,17 +156,20 @@ class OrthogonalBatches:
                 )
                 first += tensors
 
-    def allocate(self, tensors: int) -> list[int]:
+    def allocate(self) -> array[int]:
         """Allocate the memory; return the address of each tensor's y, 0 without one."""
-        addresses = [0] * tensors
-        if not self.batches:
-            return addresses
-        start, itemsize = self.workspace.allocate(), self.formats.o.itemsize
+        if self.batches and (start := self.workspace.allocate()) != self._start:
+            self._addresses, self._start = self._addresses_from(start), start
+        return self._addresses
+
+    def _addresses_from(self, start: int) -> array[int]:
+        """The address of each tensor's y, if the memory is at `start`."""
+        addresses, itemsize = [0] * self._tensors, self.formats.o.itemsize
         for batch in self.batches:
             size = batch.layout.matrices // len(batch.owners) * batch.layout.m * batch.layout.n
             end = start + len(batch.owners) * size * itemsize
             addresses[batch.owners.start : batch.owners.stop] = range(start, end, size * itemsize)
-        return addresses
+        return array("q", addresses)
 
 
 def is_orthogonal(param: LocalParameter) -> bool:

@@ -24,6 +24,7 @@ from maxfactor.rule.newton_schulz import from_blocks, to_blocks
 from maxfactor.state import block_shape, factoring
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor
@@ -107,13 +108,13 @@ class OrthogonalRounds:
         self._shard_elements = max((each.shard_elements for each in rounds), default=0)
         self._shards: Tensor | None = None
 
-    def allocate(self, addresses: list[int]) -> list[int]:
-        """Allocate the shards; set the addresses of those that are exchanged, and return all."""
+    def allocate(self, addresses: array[int]) -> array[int]:
+        """Allocate the shards; return all addresses, with those of what is exchanged."""
         if not self.rounds:
             return addresses
         elements, y = self._shard_elements, self._formats.y
         self._shards = torch.empty(elements, dtype=y, device=self._device)
-        first = self._shards.data_ptr()
+        first, addresses = self._shards.data_ptr(), addresses[:]
         for each in self.rounds:
             for owner, start in each.owners:
                 addresses[owner] = first + start * y.itemsize

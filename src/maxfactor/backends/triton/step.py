@@ -1,7 +1,7 @@
 """The fused backend: a fixed number of Triton launches per step, and no wait for the device.
 
 `FusedStep` plans the launches once for a list of tensors. A step uploads addresses and learning
-rates if they changed, and launches.
+rates if they changed, and launches, or replays the launches as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from maxfactor.backends.step_io import StepResult
 from maxfactor.backends.triton.buffers import Buffers
 from maxfactor.backends.triton.group_tables import GroupTables
-from maxfactor.backends.triton.inputs import Inputs
+from maxfactor.backends.triton.inputs import Inputs, split_addresses
 from maxfactor.backends.triton.kernels.descriptors import Tables
 from maxfactor.backends.triton.kernels.layout import Scalar
 from maxfactor.backends.triton.launches import GroupLaunches, LocalTotals, Scaling
@@ -22,6 +22,7 @@ from maxfactor.backends.triton.orthogonal import OrthogonalBatches
 from maxfactor.backends.triton.plan import LaunchPlan, keys_of, launch_order, repeat_values
 from maxfactor.backends.triton.rank_totals import RankTotals
 from maxfactor.backends.triton.record import Recorder
+from maxfactor.backends.triton.replay import LaunchArguments, Replay
 from maxfactor.backends.triton.rounds import OrthogonalRounds, exchanges_of
 from maxfactor.backends.triton.settings_rows import fixed_settings
 from maxfactor.backends.triton.status import StepStatus
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from maxfactor.backends.step_io import GroupStep, StepInput
-    from maxfactor.backends.triton.inputs import Seen
+    from maxfactor.backends.triton.inputs import Gathered, Seen
 
 
 class FusedStep:
@@ -95,22 +96,28 @@ class FusedStep:
         self._totals: LocalTotals | RankTotals = LocalTotals(plan, buffers)
         if ranks:
             self._totals = RankTotals(step_io, order, plan, buffers, uploads, ranks)
-        self._addresses: list[int] = []
+        self._addresses = torch.zeros_like(self._inputs.addresses, device=self._device)
+        self._is_outdated = True  # they are not those of `_inputs`
         self._tables = self._upload(plan)
         results = self._totals.results
         self._launches = [
             GroupLaunches(group, formats, buffers.partials, results, uploads)
             for group in plan.groups
         ]
-        # If there is no GradScaler.
-        self._zero = torch.zeros(1, dtype=torch.float32, device=self._device)
-        self._one = self._zero + 1.0
+        # Without GradScaler, and copies of its tensors, which are new ones in every step.
+        zero = torch.zeros(1, dtype=torch.float32, device=self._device)
+        self._unscaled = Scaling(is_scaled=False, grad_scale=zero + 1.0, found_inf=zero)
+        self._scaled = Scaling(is_scaled=True, grad_scale=zero + 1.0, found_inf=zero.clone())
+        self._step_sizes = buffers.results.scalars[:, Scalar.ALPHA]
+        self.replay = Replay(self._device)
+        if ranks:
+            self.replay.enabled = False  # no collectives in a graph
 
     def _upload(self, plan: LaunchPlan) -> Tables:
         """Upload the plan; the addresses of W, G and O follow with the first step."""
         to_device = self._uploads.to_device
         return Tables(
-            pointers=to_device([], torch.int64),
+            **split_addresses(self._addresses),
             matrices=to_device(self._totals.matrices, torch.int64),
             settings=self._group_tables.settings,
             seed_keys=self._group_tables.seed_keys,
@@ -158,33 +165,47 @@ class FusedStep:
         capturing = is_capturing(self._device)
         if not capturing:  # a capture may not ask whether an event has passed
             self.status.raise_if_given_up()
-        self.status.nonfinite_marks.zero_()  # a skipped step leaves its own
         self._group_tables.update_rates(groups)
-        orthogonal = self._rounds.allocate(self._orthogonal.allocate(len(self.owners)))
-        gathered = self._inputs.gather(seen or self._inputs.look(), orthogonal)
-        self._update_addresses(gathered.addresses)
-        versions = self._inputs.versions(gathered.params)
-        scaling = Scaling(
-            is_scaled=found_inf is not None or grad_scale is not None,
-            grad_scale=self._one if grad_scale is None else grad_scale,
-            found_inf=self._zero if found_inf is None else found_inf,
-        )
+        orthogonal = self._rounds.allocate(self._orthogonal.allocate())
+        signs = self._buffers.sign_bits()
+        gathered = self._inputs.gather(seen or self._inputs.look(), signs.data_ptr(), orthogonal)
+        tables = self._with_addresses(gathered, capturing=capturing)
+        scaling = self._scaling(grad_scale, found_inf)
         # A graph is replayed without a look at the versions: measure the weights in each replay.
-        measure = capturing or not self._inputs.is_unchanged(versions)
+        measure = capturing or not gathered.are_unchanged
+        check = nonfinite != "ignore"
         recorder = self._begin_record() if records else None
         launches = self._launches if recorder is None else recorder.launches
+        workspace_at = self._orthogonal.workspace.address
+
+        def launch() -> None:
+            self._launch(launches, tables, scaling, check=check, measure=measure)
+
         with on_device(self._device):
-            self._launch(launches, scaling, check=nonfinite != "ignore", measure=measure)
+            if capturing or records:
+                launch()
+            else:
+                arguments = LaunchArguments(workspace_at, check, measure, scaling.is_scaled)
+                self.replay.run(arguments, launch)
         record = None if recorder is None else recorder.finish(self.owners)
-        self._inputs.write_back(gathered.params, versions)
-        del gathered, seen  # not before the launches that read the gradients
+        self._inputs.write_back(gathered.params)
+        del gathered, seen, signs  # not before the launches that use them
         self._orthogonal.workspace.release()
         self._rounds.release()
         if nonfinite == "raise" and found_inf is None:
             self.status.raise_if_skipped()
-        elif nonfinite != "ignore":
+        elif check:
             self.status.request_report()
-        return StepResult(self._buffers.results.scalars[:, Scalar.ALPHA], record=record)
+        return StepResult(self._step_sizes, record=record)
+
+    def _scaling(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> Scaling:
+        """What GradScaler handed over, in memory of the plan."""
+        if grad_scale is None and found_inf is None:
+            return self._unscaled
+        scaled, unscaled = self._scaled, self._unscaled
+        scaled.grad_scale.copy_(unscaled.grad_scale if grad_scale is None else grad_scale)
+        scaled.found_inf.copy_(unscaled.found_inf if found_inf is None else found_inf)
+        return scaled
 
     def _begin_record(self) -> Recorder:
         """The recorder, made at the first recorded step."""
@@ -193,47 +214,57 @@ class FusedStep:
         self._recorder.begin()
         return self._recorder
 
-    def _update_addresses(self, addresses: list[int]) -> None:
-        """Upload the addresses of W, G and O if one of them changed."""
-        if addresses is not self._addresses:
-            pointers = self._uploads.to_device(addresses, torch.int64)
-            self._tables = self._tables._replace(pointers=pointers)
-            self._addresses = addresses
+    def _with_addresses(self, gathered: Gathered, *, capturing: bool) -> Tables:
+        """The tables, with the addresses of W, G and O."""
+        if capturing:  # what a graph reads must stay as it is, whatever later steps find
+            self._is_outdated = self._is_outdated or gathered.have_moved
+            addresses = self._uploads.to_device(self._inputs.addresses, torch.int64)
+            return self._tables._replace(**split_addresses(addresses))
+        if gathered.have_moved or self._is_outdated:
+            self._uploads.write(self._addresses, self._inputs.addresses)
+            self._is_outdated = False
+        return self._tables
 
     def _launch(
-        self, launches: Sequence[GroupLaunches], scaling: Scaling, *, check: bool, measure: bool
+        self,
+        launches: Sequence[GroupLaunches],
+        tables: Tables,
+        scaling: Scaling,
+        *,
+        check: bool,
+        measure: bool,
     ) -> None:
-        """The launches of one step, in their order."""
-        tables, signs = self._tables, self._buffers.sign_bits()
+        """The launches of one step, in their order. Nothing here may allocate memory."""
+        self.status.nonfinite_marks.zero_()  # a skipped step leaves its own
         by_key = {each.group.key: each for each in launches}
         # Groups with tensors whose direction is not orthogonal; the batches have the others.
         some = [group for group in launches if group.group.other_tiles.number]
         if measure:
             for group in some:
-                group.measure(tables, signs, scaling)
+                group.measure(tables, scaling)
             for key, tiles in (*self._orthogonal.tiles, *self._rounds.tiles):
-                by_key[key].measure_batch(tables, signs, scaling, tiles)
+                by_key[key].measure_batch(tables, scaling, tiles)
         for group in launches:
-            group.statistics(tables, signs, scaling, check=check)
+            group.statistics(tables, scaling, check=check)
         self._totals.finalize(tables, scaling)
         for batch in self._orthogonal.batches:  # in the same memory, one after the other
             group, workspace = by_key[batch.key], self._orthogonal.workspace
             memory = workspace.memory_of(batch.layout)
-            group.begin_batch(tables, signs, scaling, batch, memory)
+            group.begin_batch(tables, scaling, batch, memory)
             workspace.iterate(batch.layout)
-            group.end_batch(tables, signs, scaling, batch, memory)
+            group.end_batch(tables, scaling, batch, memory)
         for each in self._rounds.rounds:
             for segment in each.segments:
-                by_key[segment.key].begin_shards(tables, signs, scaling, segment)
+                by_key[segment.key].begin_shards(tables, scaling, segment)
             self._rounds.orthogonalize(each, self._buffers.results.counters)
             for segment in each.segments:
-                by_key[segment.key].end_shards(tables, signs, scaling, segment)
+                by_key[segment.key].end_shards(tables, scaling, segment)
         for group in some:
-            group.direction(tables, signs, scaling)
+            group.direction(tables, scaling)
         self._totals.rescale(tables)
         for group in some:
             if not group.group.key.direct:
-                group.apply(tables, signs, scaling)
+                group.apply(tables, scaling)
 
 
 def make_step(

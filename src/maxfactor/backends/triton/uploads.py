@@ -29,6 +29,17 @@ class Uploads:
             self._captured.append(host)
         return host.to(self.device, non_blocking=True)
 
+    def write(self, target: Tensor, values: Tensor) -> None:
+        """Overwrite a table on the device with values of the host.
+
+        Torch uses pinned memory again only after the copy from it has run.
+        """
+        if self.device.type == "cuda":
+            values = values.pin_memory()
+            if is_capturing(self.device):
+                self._captured.append(values)
+        target.copy_(values, non_blocking=True)
+
 
 def is_capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured."""

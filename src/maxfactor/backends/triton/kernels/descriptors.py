@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 class Tables(NamedTuple):
     """What the kernels read to find their tensors and settings."""
 
+    signs_at: Tensor  # (1,) int64: the address of the sign bits, int32 of the size of a piece each
     pointers: Tensor  # (tensors, Address) int64
     matrices: Tensor  # (matrices, Column) int64
     settings: Tensor  # (groups, Setting) float32

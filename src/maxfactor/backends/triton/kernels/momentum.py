@@ -67,7 +67,6 @@ def with_momentum(
     tables,
     partials,
     results,
-    sign_bits,
     grad_scale,
     first_tile,
     SCALED: tl.constexpr,
@@ -84,7 +83,6 @@ def with_momentum(
         partials: `Partials`; reads `gradient_sums`, writes `unsigned`, and `update_sums` or, in a
             batch, `batch_sums`.
         results: `Results`; reads `scalars`, writes maxima.
-        sign_bits: (tiles, PIECE_ROWS * COLUMNS) int32, written if the signs are packed.
         grad_scale: (1,) float32 by which G was multiplied, if SCALED.
         first_tile: The first tile of this launch.
         SCALED: Whether `grad_scale` counts.
@@ -223,7 +221,7 @@ def with_momentum(
         zeros = has_zeros(least, cols, n)
         tl.store(partials.unsigned + tile, zeros.to(tl.int8))
         if not dense:
-            tl.store(sign_places(sign_bits, tile), signs.to(tl.int32, bitcast=True))
+            tl.store(sign_places(tables.signs_at, tile), signs.to(tl.int32, bitcast=True))
 
 
 @triton.jit

@@ -53,7 +53,6 @@ def statistics(
     tables,
     partials,
     results,
-    sign_bits,
     grad_scale,
     first_tile,
     CHECK: tl.constexpr,
@@ -66,10 +65,9 @@ def statistics(
     float atomics, so results repeat bit for bit.
 
     Args:
-        tables: `Tables`.
+        tables: `Tables`; the signs are written if they are packed.
         partials: `Partials`; writes the sums of squares, `row_peaks`, `unsigned`.
         results: `Results`; resets `extremes`, marks what is not finite.
-        sign_bits: (tiles, PIECE_ROWS * COLUMNS) int32, written if the signs are packed.
         grad_scale: (1,) float32 by which G was multiplied, if SCALED.
         first_tile: The first tile of this launch.
         CHECK: Look for values that are not finite.
@@ -143,7 +141,7 @@ def statistics(
         zeros = has_zeros(least, cols, n) | (finite == 0)
         tl.store(partials.unsigned + tile, zeros.to(tl.int8))
         if not dense:
-            tl.store(sign_places(sign_bits, tile), signs.to(tl.int32, bitcast=True))
+            tl.store(sign_places(tables.signs_at, tile), signs.to(tl.int32, bitcast=True))
     if spec.momentum:
         sums = partials.gradient_sums + tile * GRADIENT_SUM.COUNT
         tl.store(sums + GRADIENT_SUM.SQUARES, everything)

@@ -64,7 +64,6 @@ def apply(
     tables,
     partials,
     results,
-    sign_bits,
     grad_scale,
     first_tile,
     measure,
@@ -82,7 +81,6 @@ def apply(
         tables: `Tables`.
         partials: `Partials`; writes `weight_squares` or, in a batch, `batch_sums`.
         results: `Results`; reads maxima and `scalars`.
-        sign_bits: (tiles, PIECE_ROWS * COLUMNS) int32.
         grad_scale: (1,) float32 by which G was multiplied, if SCALED.
         first_tile: The first tile of this launch.
         measure: Not 0 to take only the sum of squares.
@@ -146,7 +144,7 @@ def apply(
             scale *= inverse_rms(entry, partials.batch_sums, first_tile, m, n, spec.parts)
         total = move_by_direction(target, pointer, scale, grid, STAGES, spec)
     elif by_signs:
-        signs = tl.load(sign_places(sign_bits, tile)).to(tl.uint32, bitcast=True)
+        signs = tl.load(sign_places(tables.signs_at, tile)).to(tl.uint32, bitcast=True)
         total = move_by_signs(target, signs, row_max, inverse_of(power), scale, STAGES, spec)
     else:
         matrix = MatrixEntry(k, entry, setting, scalar, owner, flags)
