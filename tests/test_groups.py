@@ -95,8 +95,11 @@ def test_a_model_of_ones_own() -> None:
     ("layer", "name", "kind"),
     [
         (nn.Conv1d(8, 8, 3, groups=8), "weight", "conv"),
-        (nn.Conv1d(8, 8, 1), "weight", "conv"),
-        (nn.Conv1d(1, 1, 1), "weight", "conv"),
+        (nn.Conv1d(8, 8, 1, groups=2), "weight", "conv"),
+        (nn.Conv2d(8, 8, (1, 3)), "weight", "conv"),
+        # The same as a linear layer: the only one is a head.
+        (nn.Conv1d(8, 8, 1), "weight", "head"),
+        (nn.ConvTranspose2d(8, 6, 1), "weight", "head"),
         (nn.ConvTranspose2d(2, 3, 3), "weight", "conv"),
         (nn.Conv1d(8, 8, 3), "bias", "vector"),
         (weight_norm(nn.Conv1d(8, 8, 3)), "parametrizations.weight.original0", "vector"),
@@ -135,6 +138,9 @@ def test_a_layer(layer: nn.Module, name: Any, kind: str) -> None:
         ([nn.Linear(4, 8), nn.Linear(8, 30), nn.BatchNorm1d(30)], ["hidden", "hidden", "vector"]),
         ([nn.Linear(4, 8), nn.Linear(8, 30), nn.Conv1d(30, 2, 3)], ["hidden", "hidden", "conv"]),
         ([nn.Linear(8, 24), nn.Linear(8, 8)], ["hidden", "hidden"]),
+        # A convolution with a kernel of one is a linear layer.
+        ([nn.Conv1d(8, 16, 1), nn.Conv1d(16, 30, 1)], ["hidden", "head"]),
+        ([nn.Conv1d(4, 8, 3), nn.Conv1d(8, 8, 1), nn.Linear(8, 9)], ["conv", "hidden", "head"]),
         # As wide as a vocabulary, wherever it stands: a head for CTC beside the decoder's.
         (
             [nn.Linear(8, 30), nn.Embedding(30, 8), nn.Linear(8, 30), nn.Linear(8, 8)],

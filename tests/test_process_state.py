@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,25 @@ def test_what_is_left_behind_is_named(leave: Callable[[], None], name: str) -> N
         signal.signal(signal.SIGTERM, handler)
         os.environ.pop("MAXFACTOR_LEFT_BEHIND", None)
     assert found.startswith(name)
+
+
+@pytest.mark.parametrize("is_plugin", [True, False])
+def test_the_alarm_of_pytest_timeout_does_not_count(is_plugin: bool) -> None:
+    """It ends with the first failure, before the fixtures of the test do."""
+
+    def handler(number: int, frame: Any) -> None:
+        raise AssertionError
+
+    if is_plugin:
+        handler.__module__ = "pytest_timeout"
+    usual = signal.signal(signal.SIGALRM, handler)
+    try:
+        before = process_state()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        found = changes(before, process_state())
+    finally:
+        signal.signal(signal.SIGALRM, usual)
+    assert bool(found) != is_plugin
 
 
 def test_the_folder_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -343,6 +345,21 @@ def test_removal_restores_the_usual_step() -> None:
             handle.remove()  # has no effect
     assert_equal((models[0], optimizers[0]), (models[1], optimizers[1]))
     release_gradients(models[1], optimizers[1]).remove()
+
+
+def test_a_handle_that_is_dropped_keeps_nothing_alive() -> None:
+    """Trainings one after another in one process each have the memory for themselves."""
+    model = nn.Linear(4, 3)
+    optimizer = for_model(model, "fast")
+    release_gradients(model, optimizer)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        assert model.weight.grad is None  # the optimizer keeps the release
+        optimizer.step()
+    alive = [weakref.ref(each) for each in (model, optimizer, model.weight)]
+    del model, optimizer
+    gc.collect()
+    assert [each() for each in alive] == [None] * 3
 
 
 def test_unfrozen_layers_join() -> None:

@@ -58,8 +58,8 @@ def for_model(
 
     .. code-block:: text
 
-        hidden     matrices of linear layers, attention and recurrent layers
-        conv       convolutions, and other tensors of three and more dimensions
+        hidden     matrices of linear layers, attention, recurrent layers, pointwise convolutions
+        conv       other convolutions, and other tensors of three and more dimensions
         embedding  embeddings, positional tables, and heads tied to an embedding
         head       the output projection to the vocabulary, if it is not tied
         adapter    matrices that PEFT adds to a layer, such as LoRA's
@@ -385,10 +385,10 @@ def _kind(module: nn.Module, key: str, param: Tensor, *, is_head: bool) -> str:
         return "embedding"
     if is_head:
         return "head"
-    if isinstance(module, _ConvNd):
-        return "conv"
     if _is_linear(module) or isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
         return "hidden"
+    if isinstance(module, _ConvNd):
+        return "conv"
     return _bare_kind(module, param)
 
 
@@ -469,12 +469,22 @@ def _adapters(model: nn.Module) -> set[nn.Module]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether it is a Linear, or a Conv1D of transformers: a Linear with a transposed weight."""
-    return isinstance(module, nn.Linear) or is_transposed_linear(module)
+    """Whether it is a Linear, or one by another name.
+
+    These are Conv1D of transformers, whose weight is transposed, and pointwise convolutions, as in
+    every block of a Conformer.
+    """
+    return isinstance(module, nn.Linear) or is_transposed_linear(module) or _is_pointwise(module)
+
+
+def _is_pointwise(module: nn.Module) -> bool:
+    """Whether it is a convolution with a kernel of one, from all channels to all channels."""
+    return isinstance(module, _ConvNd) and set(module.kernel_size) == {1} and module.groups == 1
 
 
 def _output_width(linear: nn.Module) -> int:
-    width: int = getattr(linear, "nf" if is_transposed_linear(linear) else "out_features")
+    name = "out_channels" if isinstance(linear, _ConvNd) else "out_features"
+    width: int = getattr(linear, "nf" if is_transposed_linear(linear) else name)
     return width
 
 

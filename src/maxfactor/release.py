@@ -7,6 +7,8 @@ References:
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from itertools import groupby
 from threading import RLock
 from typing import TYPE_CHECKING, Any
@@ -129,9 +131,11 @@ class GradientRelease:
         self._window_of = {each.param: each.window for each in self._members}
         for param in [param for param in self._hooks if param not in self._window_of]:
             self._hooks.pop(param).remove()
+        # The garbage collector does not look into hooks: a strong reference would keep the model.
+        take = partial(_take, weakref.ref(self))
         for param in self._window_of:
             if param.requires_grad and param not in self._hooks:
-                self._hooks[param] = param.register_post_accumulate_grad_hook(self._take)
+                self._hooks[param] = param.register_post_accumulate_grad_hook(take)
         self._expect()
 
     def restart(self) -> None:
@@ -163,8 +167,7 @@ class GradientRelease:
 
     # -------------------------------------------------------------------------------- in backward
 
-    @_disable_dynamo
-    def _take(self, param: Tensor) -> None:
+    def take(self, param: Tensor) -> None:
         """Note that a gradient is complete; step its window if it is the last one."""
         with self._lock:  # autograd has a thread for each device
             if not self._arrived:
@@ -231,6 +234,13 @@ class GradientRelease:
             param is not each.param or (param.requires_grad and param not in self._hooks)
             for param, each in zip(flat, self._members, strict=True)
         )
+
+
+@_disable_dynamo
+def _take(release: weakref.ref[GradientRelease], param: Tensor) -> None:
+    """The hook of a parameter: hand its gradient over, while the optimizer is alive."""
+    if (alive := release()) is not None:
+        alive.take(param)
 
 
 def _check_processes(model: nn.Module | None) -> None:

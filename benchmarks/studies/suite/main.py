@@ -8,7 +8,7 @@
     python benchmarks/studies/suite/main.py choose --out runs     # by families left out
     python benchmarks/studies/suite/main.py report --out runs     # test data, looked at once
 
-A variant that is named for `ours` is run with all seeds, for `choice` with one.
+A variant that is named for `ours` is run with all seeds, for `choice` with one, or with --seeds.
 
 Errors on development data go to OUT/trials.jsonl and choose rates and settings. Errors on test data
 go to OUT/test.jsonl, which only `report` reads. A finished trial is not run again, so the same
@@ -77,6 +77,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("table", choices=(*TABLES, "show", "choose", "report"))
     parser.add_argument("--tasks", default=",".join(MAIN), help="separated by commas")
     parser.add_argument("--optimizers", help="separated by commas; default: all of the table")
+    parser.add_argument("--seeds", type=int, default=1, help="of variants in `choice` [1]")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--jobs", type=int, default=2, help="trainings side by side")
@@ -111,7 +112,9 @@ def searches_of(options: argparse.Namespace) -> list[Search]:
     for name in names:
         if not any(name in known for known in (PEERS, MORE_PEERS, VARIANTS)):
             raise SystemExit(f"unknown optimizer {name!r}; variants: {', '.join(VARIANTS)}")
-    seeds = (0,) if options.table in ("choice", "choose") else SEEDS  # of variants
+    seeds = SEEDS  # of variants
+    if options.table in ("choice", "choose"):
+        seeds = SEEDS[: options.seeds]
     searches = []
     for name in names:  # one after another on all tasks, so that time is shared by the tasks
         for task in tasks:

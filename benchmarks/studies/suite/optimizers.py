@@ -187,13 +187,16 @@ def recipe_optimizer(trial: Trial, model: nn.Module) -> maxfactor.MaxFactor:
     """A recipe, with the trial's settings in place of its own."""
     recipe: Any = trial.optimizer
     optimizer = maxfactor.for_model(model, recipe, trial.lr, **trial.settings)
-    for group in optimizer.param_groups:
+    if not trial.by_kind:
+        return optimizer
+    groups = [dict(group) for group in optimizer.param_groups]
+    for group in groups:
         changes = dict(trial.by_kind.get(group["kind"], {}))
         share = changes.pop("lr_share", None)
         if share is not None:
             group["lr"] = trial.lr * share
         group.update(changes)
-    return optimizer
+    return maxfactor.MaxFactor(groups)  # anew, as a momentum of another type needs another state
 
 
 def clips(trial: Trial) -> bool:

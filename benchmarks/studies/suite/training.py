@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 import traceback
@@ -154,10 +155,17 @@ def perform(trial: Trial, cache: Path, device: torch.device) -> tuple[Record, Re
         "parameters": parameters,
         "graph": training.graph,
         "seconds": round(time.perf_counter() - begun, 2),
+        "machine": machine(device),
     }
     if trial.is_base:
         save_atomically(task.model.state_dict(), base_path(cache, trial.task, trial.quick))
     return record, {"key": trial.key, "trial": trial.described, **measured[1]}
+
+
+def machine(device: torch.device) -> str:
+    """The device and the version of torch."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return f"{name}, torch {torch.__version__.split('+')[0]}"
 
 
 def serve(connection: Connection, cache: Path, device_name: str) -> None:
@@ -174,3 +182,6 @@ def serve(connection: Connection, cache: Path, device_name: str) -> None:
             connection.send({"trial": trial.described, **failed})
             return
         connection.send({**record, "test": test})
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the memory is shared with the other workers

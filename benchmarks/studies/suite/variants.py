@@ -65,22 +65,31 @@ def own_rate(recipe: str) -> float:
 
 
 UNCAPPED = {"step_rule": "uncapped"}
-OWN_SIZES = {**{kind: {"scale": "initial"} for kind in OUTER}, "vector": floor(0.001)}
+ORTHOGONAL = {"direction": "orthogonal", "momentum": 0.9, "nesterov": True}
+
+
+def share(kind: str, part: float) -> dict[str, dict[str, Any]]:
+    """Another share of the rate for a kind."""
+    return {kind: {"lr_share": part}}
+
 
 # The most promising first: time may be over before the last.
 VARIANTS: dict[str, Variant] = {
     "quality": Variant("quality", (0.04,)),
     "fast": Variant("fast", (0.08,)),
     "lean": Variant("lean", (0.028, 0.056, 0.112)),
-    "quality floors .1": changed("quality", floors(0.1, 0.4)),
-    "fast uncapped": Variant("fast", (0.04, 0.08), relative(0.01, **UNCAPPED)),
-    "quality uncapped": changed("quality", settings=relative(0.03, **UNCAPPED)),
-    "quality own sizes": changed("quality", OWN_SIZES),
-    "fast own sizes": changed("fast", OWN_SIZES),
-    "lean floors .1": changed("lean", floors(0.1, 0.1)),
-    "quality wd .06": changed("quality", settings=relative(0.06)),
     # Attention matrices in blocks; of 6 heads, groups of 4 are groups of 3.
     "quality heads one by one": changed("quality", settings={"heads_per_block": 1}),
+    "fast uncapped": changed("fast", settings=relative(0.01, **UNCAPPED)),
+    "quality conv orthogonal": changed("quality", {"conv": ORTHOGONAL}),
+    "quality conv half": changed("quality", share("conv", 0.5)),
+    "quality vectors tenth": changed("quality", share("vector", 0.1)),
+    "quality half": Variant("quality", (0.02,)),
+    "fast conv half": changed("fast", share("conv", 0.5)),
+    "fast vectors tenth": changed("fast", share("vector", 0.1)),
+    "fast half": Variant("fast", (0.04,)),
+    "lean floors .1": changed("lean", floors(0.1, 0.1)),
+    "quality wd .06": changed("quality", settings=relative(0.06)),
     "quality groups of 4 heads": changed("quality", settings={"heads_per_block": 4}),
     "fast beta .92": changed("fast", settings={"momentum": {"beta_max": 0.92}}, families=FAMILIES),
     "fast wd .03": changed("fast", settings=relative(0.03), families=FAMILIES),
