@@ -10,6 +10,7 @@ A kind is remembered only if the short way gave the same bits for its first oper
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,7 @@ REFLECTED = ("add", "sub", "mul", "truediv")
 
 def quick_form(owner: Any, name: str, slow: Function) -> Function:
     """The quick form of a function of Triton's language, or `slow` if it has none."""
-    forms: dict[str, Callable[[Function], Function]]
+    forms: dict[str, Callable[[Function], Function]] = {}
     if owner is tensor:
         forms = {"__getitem__": _index, "to": _cast}
         for operator, (function, scalars) in BINARY.items():
@@ -62,7 +63,7 @@ def quick_form(owner: Any, name: str, slow: Function) -> Function:
             if operator in REFLECTED:
                 turned = functools.partial(_turned, function)
                 forms[f"__r{operator}__"] = functools.partial(_binary, turned, scalars)
-    else:
+    elif inspect.ismodule(owner):  # descriptors have other loads and stores
         forms = {"load": _load, "store": _store, "arange": _arange, "full": _full}
         forms["where"] = _where
         forms["minimum"] = functools.partial(_binary, np.minimum, ARITHMETIC)
