@@ -37,9 +37,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MISSING = [name for name in ("jiwer", "soundfile", "typer") if find_spec(name) is None]
-# Each starts processes, trains a model to begin with, or imports a large package, once for all its
-# tests. Those that share such a start share a name, under which they go to one worker.
+# Each starts processes, trains a model to begin with, imports a large package, or computes what is
+# expected, once for its tests. Those that share such a start go to one worker, under one name.
 ON_ONE_WORKER = {
+    "test_backends.py": "backends",
     "test_collectives.py": "four ranks",
     "test_sharded.py": "four ranks",
     "test_sharded_torch.py": "four ranks",
