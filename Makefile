@@ -60,7 +60,7 @@ lint: install  ## style, types, and contracts between packages
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers $(JOBS)
 
 demo: install  ## a small Whisper on synthesised digits, AdamW beside it, and a report
 	$(BIN)/maxfactor compare --optimizers quality,adamw --same-time --out out/demo --cache out/speech

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -187,6 +188,15 @@ def problem(
     seed: int = 0,
 ) -> Problem:
     """Gradients of changing size with rows and columns of different size, and some zeros."""
+    weight, grads = _drawn(shape, dtype, steps, scale, seed)
+    return Problem(weight.clone(), [grad.clone() for grad in grads])
+
+
+@lru_cache(256)
+def _drawn(
+    shape: tuple[int, ...], dtype: torch.dtype, steps: int, scale: float, seed: int
+) -> tuple[Tensor, list[Tensor]]:
+    """Drawn once for all settings and backends, which takes longer than a step."""
     rng = np.random.default_rng(seed)
     weight = torch.from_numpy(np.asarray(rng.normal(size=shape) * 0.3)).to(dtype)
     grads = []
@@ -196,4 +206,4 @@ def problem(
         if t == 5:
             grad = np.zeros(shape)  # a whole step without a gradient signal
         grads.append(torch.from_numpy(np.asarray(grad)).to(dtype))
-    return Problem(weight, grads)
+    return weight, grads

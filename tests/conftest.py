@@ -37,9 +37,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MISSING = [name for name in ("jiwer", "soundfile", "typer") if find_spec(name) is None]
-# Each starts processes, trains a model to begin with, or imports a large package, once for all its
-# tests. Those that share such a start share a name, under which they go to one worker.
+# Each starts processes, trains a model to begin with, imports a large package, or computes what is
+# expected, once for its tests. Those that share such a start go to one worker, under one name.
 ON_ONE_WORKER = {
+    "test_backends.py": "backends",
     "test_collectives.py": "four ranks",
     "test_sharded.py": "four ranks",
     "test_sharded_torch.py": "four ranks",
@@ -54,6 +55,8 @@ ON_ONE_WORKER = {
     "test_torch_database.py": "torch database",
     "test_trainers.py": "trainers",
 }
+# Single tests that share a start with the files above.
+WITH_FILES = {"test_the_blocks_for_a_pretrained_whisper": "folders"}
 # Single tests that take long begin early, so that no worker waits for the other one at the end.
 LONG = (
     "test_the_command_under_torchrun",
@@ -103,8 +106,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            name = Path(nodeid.split("::")[0]).name
-            return ON_ONE_WORKER.get(name, nodeid)
+            path, *names = nodeid.split("::")
+            group = WITH_FILES.get(names[-1]) if names else None
+            return group or ON_ONE_WORKER.get(Path(path).name, nodeid)
 
     return ByFile(config, log)
 
@@ -133,3 +137,14 @@ def four() -> Iterator[Ranks]:
     ranks = Ranks(4)
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def toy_whispers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Folders of a small Whisper for 5 s of audio: after 100 steps it errs, after 240 not."""
+    from toy_whisper import make_folders  # which needs the packages of the speech job
+
+    parent = tmp_path_factory.mktemp("whispers")
+    folders = {steps: parent / str(steps) for steps in (100, 240)}
+    make_folders(folders, 5)
+    return folders

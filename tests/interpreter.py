@@ -8,6 +8,7 @@ it. No result changes, and no check that Triton makes in this mode is lost.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -19,45 +20,57 @@ KNOWN = "3.7.1"  # the Triton whose functions are replaced here; another one run
 
 
 def speed_up_interpreter() -> None:
-    """Make Triton's interpreter three times as fast, without a change of what it computes."""
+    """Make Triton's interpreter nine times as fast, without a change of what it computes."""
     if torch.cuda.is_available() or find_spec("triton") is None or version("triton") != KNOWN:
         return
     _patch_the_language_once()
     _look_up_dtypes()
     _share_types()
-    _skip_what_changes_nothing()
+    _skip_what_nobody_reads()
 
 
 def _patch_the_language_once() -> None:
-    """Triton patches its language at every call of a function, also what is patched already."""
+    """Triton patches its language for every launch, takes that back, and looks at every call."""
     import triton.language as tl  # type: ignore[import-untyped]
     from triton.runtime import interpreter  # type: ignore[import-untyped]
 
-    patch, scope = interpreter._patch_lang, interpreter._LangPatchScope
+    from interpreted_operations import quick_constants, quick_form
 
-    @functools.cache
-    def languages_of(function: Any) -> list[Any]:
-        return [each for each in function.__globals__.values() if each is tl or each is tl.core]
+    patch, scope = interpreter._patch_lang, interpreter._LangPatchScope
+    semantic = interpreter.interpreter_semantic
+    is_builtin = tl.core.is_builtin
+
+    patch_once = functools.cache(patch)  # for good: nothing else runs Triton's language here
 
     def patch_if_needed(function: Any) -> Any:
-        languages = languages_of(function)
-        if languages and not any(tl.core.is_builtin(each.load) for each in languages):
-            return scope()
-        return patch(function)
+        patch_once(function)
+        return scope()  # which has nothing to take back
 
-    def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-        """Call the builtin itself, not the wrapper that asks whether there is a `_semantic`."""
+    def with_semantic(member: Any) -> Any:
+        """The builtin itself, not the wrapper that asks whether there is a `_semantic`."""
         function = getattr(member, "__wrapped__", member)
-        semantic = interpreter.interpreter_semantic
 
-        def with_semantic(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = semantic
             return function(*args, **kwargs)
 
-        scope.set_attr(owner, name, with_semantic)
+        return call
+
+    @functools.cache
+    def builtins_of(package: Any) -> dict[str, Any]:
+        """The functions of Triton's language as the interpreter calls them."""
+        found = {}
+        for name, member in inspect.getmembers(package, is_builtin):
+            found[name] = quick_form(package, name, with_semantic(member))
+        return found
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        for name, function in builtins_of(package).items():
+            scope.set_attr(package, name, function)
 
     interpreter._patch_lang = patch_if_needed
-    interpreter._patch_attr = patch_attr
+    interpreter._patch_builtin = patch_builtin
+    semantic.to_tensor = quick_constants(semantic.to_tensor)
 
 
 def _look_up_dtypes() -> None:
@@ -84,11 +97,12 @@ def _look_up_dtypes() -> None:
 
 
 def _share_types() -> None:
-    """Equal block types are one object, and a tensor takes from its type what follows from it."""
+    """Equal types are one object, and a tensor takes from its type what follows from it."""
     import triton.language as tl
 
     core = tl.core
     blocks: dict[Any, Any] = {}
+    pointers: dict[Any, Any] = {}
     fill_block, fill_tensor = core.block_type.__init__, core.tensor.__init__
 
     def new_block(cls: Any, element_ty: Any, shape: Any) -> Any:
@@ -98,6 +112,10 @@ def _share_types() -> None:
     def init_block(self: Any, element_ty: Any, shape: Any) -> None:
         if "name" not in vars(self):  # which is set last, when the shape has passed all checks
             fill_block(self, element_ty, shape)
+
+    def new_pointer(cls: Any, element_ty: Any, address_space: int = 1, const: bool = False) -> Any:
+        key = (getattr(element_ty, "value", element_ty).name, address_space, const)
+        return pointers.get(key) or pointers.setdefault(key, object.__new__(cls))
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002, Triton's name
         known = vars(type).get("of_its_tensors")
@@ -109,62 +127,19 @@ def _share_types() -> None:
             self.handle = handle
 
     core.block_type.__new__ = new_block
+    core.pointer_type.__new__ = new_pointer
     core.block_type.__init__ = init_block
     core.tensor.__init__ = init_tensor
 
 
-def _skip_what_changes_nothing() -> None:
-    """Skip the overflow check that only a debug build reads, and casts from a type to itself."""
+def _skip_what_nobody_reads() -> None:
+    """Skip the overflow check of integers, which only a debug build reads."""
     from triton.language.semantic import TritonSemantic  # type: ignore[import-untyped]
 
     check = TritonSemantic.binary_op_sanitize_overflow_impl
-    convert = TritonSemantic.binary_op_type_checking_impl
-    floats, integers = {"fp32", "fp64"}, {"int32", "uint32", "int64", "uint64"}
-    known = floats | integers
 
     def check_overflow(self: Any, lhs: Any, rhs: Any, operation: Any) -> None:
         if self.builder.options.debug:  # `device_assert` drops its condition otherwise
             check(self, lhs, rhs, operation)
 
-    def takes_type_of(number: Any, scalar: Any) -> bool:
-        """Whether a number beside a tensor becomes what the tensor is."""
-        if scalar.name in floats:
-            return type(number) in (int, float)
-        return (
-            scalar.name in integers
-            and type(number) is int
-            and scalar.get_int_min_value() <= number <= scalar.get_int_max_value()
-        )
-
-    def operands(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
-        left, right = getattr(lhs, "type", None), getattr(rhs, "type", None)
-        if left is right and left is not None and left.scalar.name in known:
-            return lhs, rhs
-        if right is None and left is not None and takes_type_of(rhs, left.scalar):
-            return lhs, _constant(left, rhs)
-        if left is None and right is not None and takes_type_of(lhs, right.scalar):
-            return _constant(right, lhs), rhs
-        return convert(self, lhs, rhs, *args, **kwargs)
-
     TritonSemantic.binary_op_sanitize_overflow_impl = check_overflow
-    TritonSemantic.binary_op_type_checking_impl = operands
-
-
-def _constant(type_: Any, number: float) -> Any:
-    """A number as a tensor of a type."""
-    import triton.language as tl
-    from triton.runtime.interpreter import TensorHandle  # type: ignore[import-untyped]
-
-    shape = tuple(type_.shape) if type_.is_block() else (1,)
-    scalar = type_.scalar
-    return tl.core.tensor(TensorHandle(_array(scalar.name, shape, number), scalar), type_)
-
-
-@functools.lru_cache(4096)
-def _array(name: str, shape: tuple[int, ...], number: float) -> Any:
-    import numpy as np
-
-    dtype = {"fp32": "float32", "fp64": "float64"}.get(name, name)
-    array = np.full(shape, number or 0, dtype=dtype)  # Triton has no constant of -0
-    array.flags.writeable = False
-    return array

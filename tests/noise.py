@@ -37,11 +37,11 @@ class Noise:
         return self.texts[number]
 
 
-def prepared(width: int = 64) -> Prepared:
+def prepared(width: int = 64, layers: int = 2) -> Prepared:
     """The same each time."""
     torch.manual_seed(0)
     codec = Codec.build(LETTERS, "characters")
-    model = whisper(codec, Size(width, 2, 2), seconds=2, max_tokens=32)
+    model = whisper(codec, Size(width, layers, 2), seconds=2, max_tokens=32)
     return Prepared(Noise(24), Noise(6), model, codec)
 
 

@@ -83,13 +83,10 @@ def compare(
     """All shapes in one optimizer, against each on its own by the rule."""
     cases = [problem(shape, steps=STEPS, seed=index) for index, shape in enumerate(shapes)]
     params: list[Tensor] = [torch.nn.Parameter(case.weight.clone()) for case in cases]
-    optimizer, checked_ = make(cls, params, backend, **settings), checked(cls, settings)
-    expected = [rule.Result(c.weight, rule.init_state(c.weight, checked_), 0.0) for c in cases]
-    for t in range(STEPS):
-        for index, case in enumerate(cases):
-            params[index].grad = case.grads[t].clone()
-            weight, state, _ = expected[index]
-            expected[index] = rule.step(weight, case.grads[t], state, checked_)
+    optimizer = make(cls, params, backend, **settings)
+    for t, expected in enumerate(steps_of_the_rule(cls, settings, shapes)):
+        for param, case in zip(params, cases, strict=True):
+            param.grad = case.grads[t].clone()
         optimizer.step()
         for param, case, (weight, state, _) in zip(params, cases, expected, strict=True):
             what = f"{tuple(param.shape)} at step {t + 1}"
@@ -102,6 +99,29 @@ def compare(
                     torch.testing.assert_close(value, state[key], rtol=2e-6, atol=1e-37)
     mean = sum(float(result.step_size) for result in expected) / len(expected)
     assert optimizer.effective_lr() == pytest.approx([mean], rel=1e-6)
+
+
+LAST: dict[str, list[list[rule.Result]]] = {}  # what the rule left last, for the next backend
+
+
+def steps_of_the_rule(
+    cls: type[Any], settings: dict[str, Any], shapes: list[tuple[int, ...]]
+) -> list[list[rule.Result]]:
+    """What the rule leaves of each shape, by step."""
+    key = repr((cls, settings, shapes))
+    if key not in LAST:
+        LAST.clear()
+        cases = [problem(shape, steps=STEPS, seed=index) for index, shape in enumerate(shapes)]
+        checked_ = checked(cls, settings)
+        before = [rule.Result(c.weight, rule.init_state(c.weight, checked_), 0.0) for c in cases]
+        LAST[key] = []
+        for t in range(STEPS):
+            before = [
+                rule.step(weight, case.grads[t], state, checked_)
+                for case, (weight, state, _) in zip(cases, before, strict=True)
+            ]
+            LAST[key].append(before)
+    return LAST[key]
 
 
 # -------------------------------------------------------------------------------- equality

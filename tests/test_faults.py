@@ -30,6 +30,7 @@ STEPS = {
     "orthogonal": amount(150, 20_000),
     "adafactor": amount(150, 20_000),
 }
+STRICT = amount(500, 20_000)  # "raise" has no counter that could drift
 LIMIT = 20  # skipped steps in a row that raise
 
 
@@ -120,18 +121,19 @@ def test_bad_gradients_leave_nothing_behind(name: str) -> None:
         skip.step(grads)
         if is_bad:
             skipped += 1
-            assert is_refused(strict, grads)
+            assert number >= STRICT or is_refused(strict, grads)
             continue
-        strict.step(grads)
         twin.step(grads)
+        if number < STRICT:
+            strict.step(grads)
+            assert_same(strict, twin)
         if number < 150:
             ignoring.step(grads)
             assert_same(ignoring, twin)  # as long as gradients are finite
     assert 0.3 * STEPS[name] < skipped < 0.95 * STEPS[name]
     assert skip.optimizer.skipped == skipped
     assert [run.optimizer.skipped for run in (strict, twin, ignoring)] == [0, 0, 0]
-    for run in (skip, strict):
-        assert_same(run, twin)
+    assert_same(skip, twin)
     assert int(skip.tensors()["0.step"]) == STEPS[name] - skipped
 
 

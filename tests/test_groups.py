@@ -339,19 +339,19 @@ def test_recipes_scale_by_the_initial_size(name: Any) -> None:
 
 @pytest.mark.parametrize("name", ["fast", "quality"])
 def test_decay_does_not_outgrow_the_step(name: Any) -> None:
-    """1 000 steps of noise at a constant rate: weights keep their size, and the move falls."""
+    """600 steps of noise at a constant rate: weights keep their size, and the move falls."""
     torch.manual_seed(0)
     layer = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False), torch.nn.Linear(16, 4))
     weight, optimizer = layer.get_parameter("0.weight"), for_model(layer, recipe=name, lr=0.2)
     first, moves = weight.detach().norm().item(), {}
-    for t in range(1, 1001):
+    for t in range(1, 601):
         before = weight.detach().clone()
         for param in layer.parameters():
             param.grad = torch.randn_like(param)
         optimizer.step()
         moves[t] = ((weight.detach() - before).norm() / before.norm()).item()
-    assert 0.5 < weight.detach().norm().item() / first < 10.0
-    assert sum(moves[t] for t in range(951, 1001)) < 0.6 * sum(moves[t] for t in range(51, 101))
+    assert 1.0 < weight.detach().norm().item() / first < 5.0
+    assert sum(moves[t] for t in range(551, 601)) < 0.5 * sum(moves[t] for t in range(51, 101))
 
 
 @pytest.mark.parametrize("name", ["fast", "quality"])

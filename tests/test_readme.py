@@ -18,7 +18,7 @@ from maxfactor.recipes import PUBLISHED
 from studies.suite.search import error_of
 from studies.suite.tasks import MAIN, TASKS
 from studies.suite.variants import floors
-from toy_whisper import heard, make_folder, plain_wer, record
+from toy_whisper import heard, plain_wer, record
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -66,9 +66,9 @@ def test_code_runs(block: Block) -> None:
     exec(block.code, {**names, "optimizer": maxfactor.for_model(model)})
 
 
-def test_the_blocks_for_a_pretrained_whisper(tmp_path: Path) -> None:
+def test_the_blocks_for_a_pretrained_whisper(toy_whispers: dict[int, Path], tmp_path: Path) -> None:
     """The first page, with a small checkpoint: what is saved does as well in the pipeline."""
-    make_folder(tmp_path / "toy", 5, 240)
+    able = toy_whispers[240]
     record(tmp_path, range(5000, 5048), range(9000, 9016))
     toy, pretrained, save = (
         code for info, code in FENCED.findall(text_of("docs/index.md")) if info.startswith("py")
@@ -77,7 +77,7 @@ def test_the_blocks_for_a_pretrained_whisper(tmp_path: Path) -> None:
     after_part_1 = rest[rest.index("# 2. ") :]
     texts = (tmp_path / "train.tsv").read_text().splitlines()
     names = {
-        '"openai/whisper-small"': repr(str(tmp_path / "toy")),
+        '"openai/whisper-small"': repr(str(able)),
         '[("one.wav", "Guten Morgen."), ("two.wav", "Wie geht es dir?")]': repr(
             [(str(tmp_path / line.split("\t")[0]), line.split("\t")[1]) for line in texts]
         ),
@@ -88,7 +88,7 @@ def test_the_blocks_for_a_pretrained_whisper(tmp_path: Path) -> None:
         assert shown in code
         code = code.replace(shown, own)
     exec(code, {})
-    before = heard(tmp_path / "toy", tmp_path, language="de", task="transcribe")
+    before = heard(able, tmp_path, language="de", task="transcribe")
     after = heard(tmp_path / "whisper-german", tmp_path)
     assert plain_wer(before) <= 0.05
     assert plain_wer(after) <= plain_wer(before) + 0.05

@@ -48,19 +48,15 @@ resource: Any = pytest.importorskip("resource")  # limits of POSIX
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def toy(toy_whispers: dict[int, Path]) -> Path:
     """A multilingual Whisper for 5 s of audio that makes some mistakes."""
-    folder = tmp_path_factory.mktemp("toy") / "whisper"
-    make_folder(folder, 5, 100)
-    return folder
+    return toy_whispers[100]
 
 
 @pytest.fixture(scope="module")
-def able(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def able(toy_whispers: dict[int, Path]) -> Path:
     """The same, trained for longer, so that it makes no mistakes."""
-    folder = tmp_path_factory.mktemp("able") / "whisper"
-    make_folder(folder, 5, 240)
-    return folder
+    return toy_whispers[240]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ languages, tasks and time stamps, a feature extractor, and a generation config.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,14 +126,24 @@ def make_folder(
     folder: Path, seconds: int, steps: int, multilingual: bool = True, space: str = " "
 ) -> None:
     """Pretrain the usual way: padded to the extractor's length, prompt with language and task."""
+    make_folders({steps: folder}, seconds, multilingual, space)
+
+
+def make_folders(
+    folders: dict[int, Path], seconds: int, multilingual: bool = True, space: str = " "
+) -> None:
+    """Pretrain once, and save a folder after each of these numbers of steps."""
     torch.manual_seed(0)
     words = tokenizer(seconds, multilingual)
     extractor = WhisperFeatureExtractor(chunk_length=seconds)
     model = WhisperForConditionalGeneration(config(words, seconds))
     model.generation_config = generation(words, multilingual)
-    pretrain(model, words, extractor, steps, space)
-    model.save_pretrained(folder)
-    WhisperProcessor(extractor, words).save_pretrained(folder)
+    for step in pretrain(model, words, extractor, max(folders), space):
+        if step in folders:
+            words.language = words.task = None
+            words.set_prefix_tokens()
+            model.save_pretrained(folders[step])
+            WhisperProcessor(extractor, words).save_pretrained(folders[step])
 
 
 def pretrain(
@@ -143,7 +153,9 @@ def pretrain(
     steps: int,
     space: str,
     batch: int = 8,
-) -> None:
+) -> Iterator[int]:
+    """Train, and yield the number of steps so far."""
+    yield 0
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     languages = list(WORDS) if "<|de|>" in words.get_vocab() else ["en"]
@@ -161,8 +173,7 @@ def pretrain(
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    words.language = words.task = None
-    words.set_prefix_tokens()
+        yield step + 1
 
 
 def record(folder: Path, train: Iterable[int], check: Iterable[int]) -> None:
