@@ -270,9 +270,10 @@ def test_cost_of_recorded_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert all(row["same_weights"] for row in report["rows"])
 
 
-def test_compiled_steps_on_a_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [[], ["--one-thread"]], ids=["clock", "one thread"])
+def test_compiled_steps_on_a_cpu(options: list[str], tmp_path: Path) -> None:
     pytest.importorskip("numba", reason="needs the extra cpu")
-    report = cpu_compiled.main(["--quick", "--out", str(tmp_path / "found.json")])
+    report = cpu_compiled.main(["--quick", *options, "--out", str(tmp_path / "found.json")])
     assert json.loads((tmp_path / "found.json").read_text()) == report
     first, *others = report["rows"]
     assert first["optimizer"] == "torch AdamW fused"
