@@ -1,0 +1,1 @@
+"""The compiled form for large float32 matrices on a CPU, by numba."""
