@@ -103,7 +103,9 @@ def main(argv: Sequence[str] | None = None) -> Record:
     options = parser.parse_args(argv)
     if options.quick:
         options.model, options.repeats = "quick", 1
-    rows = []
+    rows: list[Record] = []
+    settings = {"model": options.model, "repeats": options.repeats}
+    report = {**circumstances(options.device), "settings": settings, "rows": rows}
     for name, dtype in DTYPES.items():
         model = with_gradients(options.model, options.device, dtype)
         for recipe in RECIPES:
@@ -114,10 +116,8 @@ def main(argv: Sequence[str] | None = None) -> Record:
                 f"recorded {row['recorded_ms']:8.2f} ms ({row['extra']:+.1%})  "
                 f"same weights: {rows[-1]['same_weights']}"
             )
-    settings = {"model": options.model, "repeats": options.repeats}
-    report = {**circumstances(options.device), "settings": settings, "rows": rows}
-    if options.out is not None:
-        write_json(options.out, report)
+            if options.out is not None:
+                write_json(options.out, report)  # what there is, if time is over before the end
     return report
 
 

@@ -1,0 +1,82 @@
+"""Where the time of a step goes: milliseconds of each kernel on a GPU, of each operation on a CPU.
+
+    python benchmarks/timing/step_kernels.py --device cuda --out FILE.json
+    python benchmarks/timing/step_kernels.py --quick    # a tiny model on the CPU
+
+The model is a Whisper with random weights and random gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
+
+from measurement import Record, circumstances, write_json
+from timing.telemetry import DTYPES, optimizer_of, with_gradients
+from timing.training_step import SIZES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+WARM_UP = 5  # steps: kernels are compiled, and launches captured
+STEPS = 3  # that are profiled
+SHOWN = 12  # kernels
+
+
+def measured(model: nn.Module, recipe: str, device: str) -> list[Record]:
+    """The kernels of a step, the longest first."""
+    optimizer = optimizer_of(model, recipe)
+    for _ in range(WARM_UP):
+        optimizer.step()
+    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]) as found:
+        for _ in range(STEPS):
+            optimizer.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    rows = []
+    for each in found.key_averages():
+        microseconds = each.self_device_time_total if device == "cuda" else each.self_cpu_time_total
+        if microseconds:
+            ms = round(microseconds / 1e3 / STEPS, 4)
+            rows.append({"kernel": each.key, "ms": ms, "calls": each.count / STEPS})
+    return sorted(rows, key=lambda row: -row["ms"])
+
+
+def main(argv: Sequence[str] | None = None) -> Record:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--model", default="large-v3", choices=tuple(SIZES))
+    parser.add_argument("--recipes", nargs="+", default=["quality", "fast"])
+    parser.add_argument("--quick", action="store_true", help="a tiny model")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.model = "quick"
+    rows: list[Record] = []
+    for name, dtype in DTYPES.items():
+        model = with_gradients(options.model, options.device, dtype)
+        for recipe in options.recipes:
+            found = measured(model, recipe, options.device)
+            rows.append({"recipe": recipe, "dtype": name, "kernels": found})
+            print(f"{recipe} {name}: {sum(row['ms'] for row in found):.2f} ms")
+            for row in found[:SHOWN]:
+                print(f"  {row['ms']:9.3f} ms  {row['calls']:7.1f} calls  {row['kernel'][:80]}")
+    report = {**circumstances(options.device), "model": options.model, "rows": rows}
+    if options.out is not None:
+        write_json(options.out, report)
+    return report
+
+
+if __name__ == "__main__":
+    main()
