@@ -196,19 +196,22 @@ def test_a_gradient_that_is_not_finite_changes_nothing(direction: str, backend: 
 def test_zero_rate_and_zero_gradient(momentum: str, direction: str, backend: str) -> None:
     """A rate of 0 changes no weight; gradients of 0 before any other leave decay alone."""
     settings = settings_for(momentum, "int8", direction, "current") | {"weight_decay": 0.5}
-    for shape in [*SHAPES.values(), (5, 130)]:
-        case = problem(shape, steps=2)
-        param = torch.nn.Parameter(case.weight.clone())
-        optimizer = MaxFactor([param], foreach=backend == "foreach", lr=0.1, **settings)
-        param.grad = torch.zeros(shape)
-        for _ in range(2):
-            optimizer.step()
-        torch.testing.assert_close(param.detach(), case.weight * 0.95**2)
-        optimizer.param_groups[0]["lr"] = 0.0
-        before = param.detach().clone()
-        param.grad = case.grads[0].clone()
+    cases = [problem(shape, steps=2) for shape in [*SHAPES.values(), (5, 130)]]
+    params: list[Tensor] = [torch.nn.Parameter(case.weight.clone()) for case in cases]
+    optimizer = MaxFactor(params, foreach=backend == "foreach", lr=0.1, **settings)
+    for param in params:
+        param.grad = torch.zeros(param.shape)
+    for _ in range(2):
         optimizer.step()
-        assert torch.equal(param, before)
+    before = [param.detach().clone() for param in params]
+    for weight, case in zip(before, cases, strict=True):
+        torch.testing.assert_close(weight, case.weight * 0.95**2)
+    optimizer.param_groups[0]["lr"] = 0.0
+    for param, case in zip(params, cases, strict=True):
+        param.grad = case.grads[0].clone()
+    optimizer.step()
+    for param, weight in zip(params, before, strict=True):
+        assert torch.equal(param, weight)
         assert all(bool(value.isfinite().all()) for value in optimizer.state[param].values())
 
 
@@ -216,17 +219,18 @@ def test_zero_rate_and_zero_gradient(momentum: str, direction: str, backend: str
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_ranges(direction: str, scale: float, backend: str) -> None:
     """Gradients so small that the floors act, or so large that a product would overflow."""
+    cases = [problem(shape, steps=STEPS, scale=scale) for shape in [(31, 7), (5, 130), (9,)]]
     for momentum in MOMENTA:
-        for shape in [(31, 7), (5, 130), (9,)]:
-            case = problem(shape, steps=8, scale=scale)
-            param = torch.nn.Parameter(case.weight.clone())
-            settings = settings_for(momentum, "int8", direction, "current")
-            optimizer = MaxFactor([param], foreach=backend == "foreach", **settings)
-            for grad in case.grads:
-                param.grad = grad
-                optimizer.step()
+        params: list[Tensor] = [torch.nn.Parameter(case.weight.clone()) for case in cases]
+        settings = settings_for(momentum, "int8", direction, "current")
+        optimizer = MaxFactor(params, foreach=backend == "foreach", **settings)
+        for t in range(STEPS):
+            for param, case in zip(params, cases, strict=True):
+                param.grad = case.grads[t]
+            optimizer.step()
+        for param, case in zip(params, cases, strict=True):
             moved = (param.detach() - case.weight).abs().max() / case.weight.abs().max()
-            assert 0.0 < moved < 0.5 or scale == 1e-30, f"{momentum} {shape} {moved}"
+            assert 0.0 < moved < 0.5 or scale == 1e-30, f"{momentum} {param.shape} {moved}"
             assert bool(param.isfinite().all())
             state = optimizer.state[param].values()
             assert all(bool(value.isfinite().all()) for value in state)
