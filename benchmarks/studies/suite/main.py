@@ -112,7 +112,7 @@ def searches_of(options: argparse.Namespace) -> list[Search]:
     for name in names:
         if not any(name in known for known in (PEERS, MORE_PEERS, VARIANTS)):
             raise SystemExit(f"unknown optimizer {name!r}; variants: {', '.join(VARIANTS)}")
-    seeds = SEEDS  # of variants
+    seeds: tuple[int, ...] = SEEDS  # of variants
     if options.table in ("choice", "choose"):
         seeds = SEEDS[: options.seeds]
     searches = []
