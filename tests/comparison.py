@@ -11,7 +11,6 @@ from torch import Tensor
 
 from cases import Problem, arguments, group_of
 from maxfactor import MaxFactor, rule
-from maxfactor.backends import dispatch
 from maxfactor.backends.step_io import StepInput
 from maxfactor.rule import MaxFactorSettings
 from maxfactor.settings import Settings
@@ -32,15 +31,6 @@ def inputs_of(
     ]
 
 
-def compile_small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let numba's code step every matrix that it can, in several tasks; skip without numba."""
-    pytest.importorskip("numba", reason="needs the extra cpu")
-    from maxfactor.backends.numba import batch
-
-    monkeypatch.setattr(dispatch, "COMPILED_FROM", 0)
-    monkeypatch.setattr(batch, "TASK_SIZE", 50)
-
-
 BF16_ITERATION = 0.2  # how far values of an orthogonal direction may be off on a GPU, 2 % even more
 
 
@@ -49,8 +39,7 @@ def compare_with_rule(
 ) -> None:
     """All parameters in one optimizer; each step of each from the same start by the rule."""
     params: list[Tensor] = [torch.nn.Parameter(case.weight.to(device, copy=True)) for case in cases]
-    fused = None if backend == "compiled" else backend == "fused"
-    chosen: dict[str, Any] = {"foreach": backend == "foreach", "fused": fused}
+    chosen: dict[str, Any] = {"foreach": backend == "foreach", "fused": backend == "fused"}
     groups, others = group_of(params, arguments(settings))
     optimizer = MaxFactor(groups, **chosen, **others)
     checked = MaxFactorSettings(**arguments(settings))

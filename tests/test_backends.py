@@ -20,7 +20,7 @@ from cases import (
     problem,
     published,
 )
-from comparison import compile_small_matrices, inputs_of
+from comparison import inputs_of
 from maxfactor import Adafactor, MaxFactor, recipe, rule
 from maxfactor.backends.torch import step as torch_step
 from maxfactor.optimizer import FactoredOptimizer
@@ -28,16 +28,14 @@ from maxfactor.settings import AdafactorSettings, MaxFactorSettings, Settings
 from maxfactor.state import init_state
 
 VERSIONS = ["0.1", "0.2", "0.3", "1.0"]
-BACKENDS = ["plain", "blocks", "foreach", "compiled"]
+BACKENDS = ["plain", "blocks", "foreach"]
 STEPS = 8  # the sixth gradient of a case is zero
 LARGE = [(700, 333), (3, 70_000), (70_001,), (40, 30, 90)]
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Torch operations, also with every matrix in several blocks, and compiled code."""
-    if request.param == "compiled":
-        compile_small_matrices(monkeypatch)
+    """Both backends, and plain once more with every matrix, however small, in several blocks."""
     if request.param == "blocks":
         monkeypatch.setattr(torch_step, "SMALL", 0)
         monkeypatch.setattr(torch_step, "CPU_BLOCK", 50)
@@ -55,8 +53,7 @@ def _one_thread() -> Iterator[None]:
 
 def make(cls: type[Any], params: list[Tensor], backend: str, **settings: Any) -> FactoredOptimizer:
     given = arguments(settings) if cls is MaxFactor else settings
-    fused = None if backend == "compiled" else False
-    optimizer: FactoredOptimizer = cls(params, foreach=backend == "foreach", fused=fused, **given)
+    optimizer: FactoredOptimizer = cls(params, foreach=backend == "foreach", fused=False, **given)
     return optimizer
 
 

@@ -44,7 +44,6 @@ from studies.summary import (
 )
 from studies.training import Training, perform, prepare_speech
 from timing import (
-    cpu_compiled,
     gpu_busy,
     newton_schulz,
     sharded_step,
@@ -281,20 +280,6 @@ def test_kernels_of_a_step(tmp_path: Path) -> None:
         names = {each["kernel"]: each["calls"] for each in row["kernels"]}
         assert names["Optimizer.step#MaxFactor.step"] == 1.0
         assert "aten::sum" in names
-
-
-@pytest.mark.parametrize("options", [[], ["--one-thread"]], ids=["clock", "one thread"])
-def test_compiled_steps_on_a_cpu(options: list[str], tmp_path: Path) -> None:
-    pytest.importorskip("numba", reason="needs the extra cpu")
-    report = cpu_compiled.main(["--quick", *options, "--out", str(tmp_path / "found.json")])
-    assert json.loads((tmp_path / "found.json").read_text()) == report
-    first, *others = report["rows"]
-    assert first["optimizer"] == "torch AdamW fused"
-    assert first["ratio"] == first["ratio_of_least"] == 1.0
-    names = [row["optimizer"] for row in others]
-    kinds = ("compiled", "torch operations")
-    assert names == [f"{name}, {kind}" for name in cpu_compiled.SETTINGS for kind in kinds]
-    assert all(0.0 < row["least_ms"] <= row["median_ms"] for row in report["rows"])
 
 
 def test_spectrum_and_pictures(tmp_path: Path) -> None:

@@ -135,10 +135,7 @@ EXPECTED: list[tuple[Callable[[], nn.Module], dict[str, list[str]]]] = [
             "conv": [
                 *under("wav2vec2_conformer", " ".join(STEM_CONVS)),
                 f"wav2vec2_conformer.{WEIGHT_NORM}.original1",
-                *under(
-                    "wav2vec2_conformer.encoder.layers.0.conv_module",
-                    "pointwise_conv1 depthwise_conv pointwise_conv2",
-                ),
+                "wav2vec2_conformer.encoder.layers.0.conv_module.depthwise_conv.weight",
             ],
             "embedding": [
                 f"wav2vec2_conformer.encoder.layers.0.self_attn.pos_bias_{name}" for name in "uv"
@@ -151,6 +148,10 @@ EXPECTED: list[tuple[Callable[[], nn.Module], dict[str, list[str]]]] = [
                 *under(
                     "wav2vec2_conformer.encoder.layers.0.self_attn",
                     "linear_q linear_k linear_v linear_out linear_pos",
+                ),
+                *under(
+                    "wav2vec2_conformer.encoder.layers.0.conv_module",
+                    "pointwise_conv1 pointwise_conv2",
                 ),
                 *under(
                     "wav2vec2_conformer.encoder.layers.0.ffn2", "intermediate_dense output_dense"
@@ -288,7 +289,7 @@ def t5(vocabulary: int) -> Any:
         (lambda: text_classifier(32), ["classifier.weight"]),
         (lambda: ANY.BertModel(ANY.BertConfig(**TEXT)), []),
         (lambda: adapted(vit(3)), ["base_model.model.classifier.modules_to_save.default.weight"]),
-        (parakeet, []),  # its head is a convolution
+        (parakeet, ["ctc_head.weight"]),  # a convolution with a kernel of one
         (speech_encoder_decoder, []),  # tied
         (lambda: ANY.T5Model(ANY.T5Config(vocab_size=60, **T5)), []),
         (lambda: t5(32).get_submodule("encoder"), []),

@@ -26,7 +26,6 @@ Backend = Literal["torch", "triton"]
 
 OLDEST_TRITON = (3, 3)  # tuples as arguments of kernels
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-COMPILED_FROM = 1 << 15  # elements; torch operations step smaller matrices together
 
 
 def choose(inputs: Sequence[StepInput], execution: Execution) -> Backend:
@@ -57,34 +56,6 @@ def _torch(execution: Execution, obstacle: str | None) -> Backend:
             f"set nonfinite='ignore'{reason}"
         )
     return "torch"
-
-
-def compiles(inputs: Sequence[StepInput], execution: Execution) -> bool:
-    """Whether a step by torch operations leaves some of its matrices to numba's code."""
-    if execution.fused is not None or execution.foreach or execution.nonfinite == "ignore":
-        return False  # the compiled passes take finite gradients for granted
-    if not has_numba() or any(is_sharded(each.param) for each in inputs):
-        return False
-    return any(map(is_compiled, inputs))
-
-
-def is_compiled(each: StepInput) -> bool:
-    """Whether numba's code can step a matrix, and is worth it; the state must be there."""
-    param, grad, rule = each.param, each.grad, each.rule
-    if param.numel() < COMPILED_FROM:
-        return False
-    layout = factoring(tuple(param.shape), rule.factor)
-    if layout is None or len(layout.matrix) > 2 or rule.dense or grad.shape != param.shape:
-        return False
-    if rule.is_orthogonal or rule.norm_clip > 0.0 or rule.bands > 1:
-        return False
-    if rule.divides_by_peak and (rule.has_momentum or not rule.moves_by_sign):
-        return False
-    if rule.has_momentum and (rule.momentum_dtype != "int8" or rule.needs_norm or rule.maximize):
-        return False
-    if not param.dtype == grad.dtype == torch.float32 or param.device.type != "cpu":
-        return False
-    return all(map(Tensor.is_contiguous, (param, grad, *each.state.values())))
 
 
 def shard_obstacle(inputs: Sequence[StepInput]) -> str | None:
@@ -173,12 +144,6 @@ def is_readable(lr: Tensor, device: torch.device) -> bool:
 def has_triton() -> bool:
     """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
-
-
-@lru_cache(maxsize=1)
-def has_numba() -> bool:
-    """Whether numba is installed, the extra `cpu`."""
-    return importlib.util.find_spec("numba") is not None
 
 
 @lru_cache(maxsize=1)

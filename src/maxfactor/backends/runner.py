@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from maxfactor.backends.dispatch import compiles
 from maxfactor.backends.guard import Guard
 from maxfactor.backends.step_io import StepResult
 from maxfactor.backends.torch.step import step as torch_step
@@ -15,7 +13,6 @@ from maxfactor.backends.torch.step import step as torch_step
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from maxfactor.backends.numba.batch import Written
     from maxfactor.backends.step_io import GroupStep, StepInput, StepRecord
     from maxfactor.backends.triton.inputs import Seen
     from maxfactor.backends.triton.step import FusedStep
@@ -35,7 +32,6 @@ class Runner:
         self.fused: FusedStep | None = None
         self._result = StepResult()
         self._stepped: list[Tensor] = []
-        self._written: dict[int, Written] = {}  # of compiled steps
 
     def fits(
         self, flat: Sequence[Tensor], groups: Sequence[GroupStep], states: Mapping[Tensor, object]
@@ -60,19 +56,9 @@ class Runner:
     def run_torch(
         self, inputs: Sequence[StepInput], execution: Execution, *, records: bool = False
     ) -> StepRecord | None:
-        """Take a step by the torch backend, with the guard on the host; return its record.
-
-        Large matrices on the CPU are stepped by compiled code where numba is installed.
-        """
+        """Take a step by the torch backend, with the guard on the host; return its record."""
         check, foreach = execution.nonfinite != "ignore", bool(execution.foreach)
-        compiled = None
-        if compiles(inputs, execution):
-            from maxfactor.backends.numba.batch import MatrixBatch  # imports numba
-
-            compiled = partial(MatrixBatch, written=self._written)
-        result = torch_step(
-            inputs, check=check, foreach=foreach, records=records, compiled=compiled
-        )
+        result = torch_step(inputs, check=check, foreach=foreach, records=records)
         if result.bad is not None:
             self._guard.failed(result.bad, execution.nonfinite)
         else:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,13 +20,9 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
-PLAIN = (Tensor, Parameter)  # what nearly all tensors are, and quickly told
-
 
 def is_sharded(x: object) -> TypeGuard[DTensor]:
     """Whether `x` is a DTensor, with any placements."""
-    if type(x) in PLAIN:
-        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -59,27 +58,11 @@ class Several:
 
 def ours(name: str, backend: str, label: str = "", **settings: Any) -> Contender:
     """Return an optimizer of MaxFactor with one of its backends."""
-    fused = None if backend == COMPILED else backend == "fused"
-    chosen = {"foreach": backend == "foreach", "fused": fused, **settings}
+    chosen = {"foreach": backend == "foreach", "fused": backend == "fused", **settings}
     cls = getattr(maxfactor, name)
     label = " ".join(filter(None, (name, label, backend)))
     lr = RELATIVE_LR if cls is maxfactor.MaxFactor else LR
-
-    def make(model: Module) -> Steps:
-        if backend == COMPILED:
-            check_compiled(model)
-        optimizer: Steps = cls(model.parameters(), lr=lr, **chosen)
-        return optimizer
-
-    return Contender(label, make)
-
-
-def check_compiled(model: Module) -> None:
-    """Refuse to measure another backend under the name of the compiled one."""
-    if importlib.util.find_spec("numba") is None:
-        raise RuntimeError("numba is not installed; install maxfactor[cpu]")
-    if any(param.device.type != "cpu" for param in model.parameters()):
-        raise RuntimeError("numba's code is for CPUs")
+    return Contender(label, lambda model: cls(model.parameters(), lr=lr, **chosen))
 
 
 def trained(name: str) -> Contender:
@@ -102,9 +85,7 @@ def with_heads(heads: int) -> Contender:
     return Contender(f"quality heads {heads}", make)
 
 
-COMPILED = "compiled"  # by numba, on a CPU
-TORCH_AND_TRITON = ("plain", "foreach", "fused")
-BACKENDS = (*TORCH_AND_TRITON, COMPILED)
+BACKENDS = ("plain", "foreach", "fused")
 FAM = {"momentum": maxfactor.FAM()}
 FACTORED = {**FAM, "direction": "factored"}
 UNCLIPPED = {**FACTORED, "d": math.inf}
@@ -138,10 +119,10 @@ CONTENDERS = (
     *map(trained, names()),
     *map(with_heads, (1, 4)),
     *(ours("MaxFactor", backend) for backend in BACKENDS),
-    *(ours("MaxFactor", backend, "FAM", **FAM) for backend in TORCH_AND_TRITON),
-    *(ours("MaxFactor", backend, "FAM factored", **FACTORED) for backend in TORCH_AND_TRITON),
+    *(ours("MaxFactor", backend, "FAM", **FAM) for backend in BACKENDS),
+    *(ours("MaxFactor", backend, "FAM factored", **FACTORED) for backend in BACKENDS),
     *(ours("MaxFactor", backend, "FAM unclipped", **UNCLIPPED) for backend in BACKENDS),
-    *(ours("MaxFactor", backend, "orthogonal", **ORTHOGONAL) for backend in TORCH_AND_TRITON),
+    *(ours("MaxFactor", backend, "orthogonal", **ORTHOGONAL) for backend in BACKENDS),
     *(ours("Adafactor", backend) for backend in BACKENDS),
     named("torch AdamW", "torch.optim", "AdamW"),
     named("torch AdamW foreach", "torch.optim", "AdamW", foreach=True),

@@ -18,7 +18,6 @@ import maxfactor
 PACKAGES = (
     "torch",
     "triton",
-    "numba",
     "numpy",
     "transformers",
     "torch-optimi",

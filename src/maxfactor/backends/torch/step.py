@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from maxfactor.backends.dispatch import is_compiled
 from maxfactor.backends.guard import NOT_FINITE, OVERFLOWS, bad_gradients
 from maxfactor.backends.step_io import StepResult
 from maxfactor.backends.torch.batch import SMALL, Batch
@@ -26,16 +25,12 @@ from maxfactor.rule.reference import Scalar, host_scalar
 from maxfactor.state import factoring
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch.distributed import ProcessGroup
 
-    from maxfactor.backends.numba.batch import MatrixBatch
     from maxfactor.backends.step_io import StepInput
     from maxfactor.backends.torch.batch import Rounds
-
-    AnyBatch = Batch | MatrixBatch
-    Compiled = Callable[[Sequence[StepInput], Sequence[Tensor], float], MatrixBatch]
 
 CPU_BLOCK = 1 << 19  # elements: two float32 buffers of this size fit into the cache
 DEVICE_BLOCK = 1 << 24  # elements: small compared with the memory of a device
@@ -43,12 +38,7 @@ ROUNDS = 3
 
 
 def step(
-    inputs: Sequence[StepInput],
-    *,
-    check: bool,
-    foreach: bool,
-    records: bool = False,
-    compiled: Compiled | None = None,
+    inputs: Sequence[StepInput], *, check: bool, foreach: bool, records: bool = False
 ) -> StepResult:
     """Take one step for each parameter; with `check`, skip all if a gradient is not finite.
 
@@ -57,18 +47,14 @@ def step(
         check: Whether to check that all gradients are finite, before anything is written.
         foreach: Whether to batch all tensors of one shape, not only those of `is_batched`.
         records: Whether to measure the step; not for sharded parameters.
-        compiled: Steps the matrices of `is_compiled`; None leaves all to torch operations.
     """
     groups = process_groups(each.param for each in inputs)
     grads = [each.grad for each in inputs]
     if any(is_sharded(each.param) for each in inputs):
         grads = local_gradients(inputs)
-    batches = sort_into_batches(
-        inputs, grads, foreach=foreach, shared=not groups, compiled=compiled
-    )
+    batches = sort_into_batches(inputs, grads, foreach=foreach, shared=not groups)
     if groups:
-        own = [batch for batch in batches if isinstance(batch, Batch)]  # all: shards have no other
-        result = run_on_all(own, inputs, groups, check=check)
+        result = run_on_all(list(batches), inputs, groups, check=check)
     elif records:
         result = run_recorded(list(batches), inputs, check=check)
     else:
@@ -79,9 +65,7 @@ def step(
     return result
 
 
-def run_recorded(
-    measured: list[AnyBatch], inputs: Sequence[StepInput], *, check: bool
-) -> StepResult:
+def run_recorded(measured: list[Batch], inputs: Sequence[StepInput], *, check: bool) -> StepResult:
     """Run the rounds in one process, and measure what they do."""
     for batch in measured:
         batch.record = BatchRecord(len(batch.inputs))
@@ -95,38 +79,25 @@ def run_recorded(
 
 
 def sort_into_batches(
-    inputs: Sequence[StepInput],
-    grads: Sequence[Tensor],
-    *,
-    foreach: bool,
-    shared: bool,
-    compiled: Compiled | None = None,
-) -> Iterator[AnyBatch]:
-    """Sort parameters into batches of one shape, which share scratch buffers if `shared`.
-
-    The matrices of `compiled` are batches of one group, whatever their shapes.
-    """
+    inputs: Sequence[StepInput], grads: Sequence[Tensor], *, foreach: bool, shared: bool
+) -> Iterator[Batch]:
+    """Sort parameters into batches of one shape, which share scratch buffers if `shared`."""
     scratch = Scratch()
-    alike: dict[tuple[Any, tuple[object, ...]], list[int]] = {}
+    alike: dict[tuple[Any, object], list[int]] = {}
     for index, each in enumerate(inputs):
         if each.param.numel() == 0:
             continue
         count = host_scalar(each.state["step"])
-        key: tuple[object, ...] = (index,)
-        if compiled is not None and is_compiled(each):
-            key = (compiled, each.group)
-        elif is_alike(each, foreach=foreach):
-            key = (
-                each.param.shape, each.group, each.window, each.param.dtype, grads[index].dtype,
-                each.param.device,
-            )  # fmt: skip
+        key: tuple[object, ...] = (
+            each.param.shape, each.group, each.window, each.param.dtype, grads[index].dtype,
+            each.param.device,
+        )  # fmt: skip
+        is_alone = is_sharded(each.param) or is_batch_of_matrices(each)
+        if is_alone or not (foreach or is_batched(each)):
+            key = (index,)
         when = "device" if isinstance(count, Tensor) else count
         alike.setdefault((when, key), []).append(index)
-    for (count, key), indices in alike.items():
-        if compiled is not None and key[0] is compiled:
-            members = [inputs[i] for i in indices]
-            yield compiled(members, [grads[i] for i in indices], count + 1)
-            continue
+    for (count, _), indices in alike.items():
         block = block_size(inputs[indices[0]].param.device, foreach=foreach)
         for chunk in chunks(indices, block // inputs[indices[0]].param.numel()):
             members = [inputs[i] for i in chunk]
@@ -135,23 +106,14 @@ def sort_into_batches(
             yield Batch(members, [grads[i] for i in chunk], t + 1, block, buffers)
 
 
-def is_alike(each: StepInput, *, foreach: bool) -> bool:
-    """Whether a tensor may be stepped together with others of its shape."""
-    if is_sharded(each.param) or is_batch_of_matrices(each):
-        return False
-    return foreach or is_batched(each)
-
-
 def is_batch_of_matrices(each: StepInput) -> bool:
     """Whether a tensor fills a batch by itself: with factor="last" it is many matrices."""
-    if each.param.dim() < 3:
-        return False
     layout = factoring(tuple(each.param.shape), each.rule.factor)
     return layout is not None and len(layout.matrix) > 2
 
 
 def is_batched(each: StepInput) -> bool:
-    """Whether a tensor is stepped together with others of its shape, without `foreach`."""
+    """Whether a tensor is stepped together with others of its shape."""
     param = each.param
     if param.device.type != "cpu" or each.rule.is_filtered:
         return True
@@ -178,9 +140,7 @@ def device_count(members: Sequence[StepInput]) -> Tensor:
 # -------------------------------------------------------------------------------------- rounds
 
 
-def run_alone(
-    batches: Iterator[AnyBatch], inputs: Sequence[StepInput], *, check: bool
-) -> StepResult:
+def run_alone(batches: Iterator[Batch], inputs: Sequence[StepInput], *, check: bool) -> StepResult:
     """Run the rounds in one process: with `check`, round 1 of all batches first, then the rest."""
     sizes: dict[int, Scalar] = {}
     if not check:  # finish each batch while its gradient is still in the cache
@@ -201,7 +161,7 @@ def run_alone(
 
 
 def _finish_alone(
-    batch: AnyBatch, rounds: Rounds, reductions: list[Reduction], sizes: dict[int, Scalar]
+    batch: Batch, rounds: Rounds, reductions: list[Reduction], sizes: dict[int, Scalar]
 ) -> None:
     for _ in range(ROUNDS - 1):
         reductions = rounds.send(reduce_all(reductions, ()))
@@ -247,7 +207,7 @@ def run_on_all(
     return StepResult(sizes_in_order(sizes, inputs))
 
 
-def marks_of(batches: Iterable[AnyBatch], bad: set[int]) -> dict[int, float]:
+def marks_of(batches: Iterable[Batch], bad: set[int]) -> dict[int, float]:
     """The mark of each input by its id: what is wrong with its gradient, if its id is in `bad`.
 
     Waits for the device, on the way to a skipped step.
@@ -260,7 +220,7 @@ def marks_of(batches: Iterable[AnyBatch], bad: set[int]) -> dict[int, float]:
     return marks
 
 
-def nonfinite(sums: Sequence[tuple[AnyBatch, Tensor]]) -> set[int]:
+def nonfinite(sums: Sequence[tuple[Batch, Tensor]]) -> set[int]:
     """The ids of the inputs whose gradient has a nonfinite sum of squares.
 
     The squares of a finite gradient may overflow, too, and would spoil its statistics for good:

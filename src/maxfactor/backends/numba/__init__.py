@@ -1,1 +1,0 @@
-"""The compiled form for large float32 matrices on a CPU, by numba."""
