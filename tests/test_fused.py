@@ -394,7 +394,7 @@ class Counted:
         (MaxFactor, ROUND, SINGLE, 4),
         (MaxFactor, ODD, SINGLE, 7),
         (MaxFactor, ROUND, BOTH, 7),
-        (MaxFactor, ODD * 5, BOTH, 7),
+        (MaxFactor, ODD * 5, BOTH, 13),
         (Adafactor, ROUND, SINGLE, 5),
     ],
 )

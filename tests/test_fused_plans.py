@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from maxfactor import MaxFactor
+from maxfactor import MaxFactor, for_model
 
 pytest.importorskip("triton")
 from maxfactor.backends.triton import inputs
+from maxfactor.backends.triton.local_parameters import local_parameter
+from maxfactor.backends.triton.plan import keys_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu
@@ -121,3 +123,19 @@ def test_one_plan_serves_all_steps() -> None:
         del others
     assert plans[0] is not None
     assert all(plan is plans[0] for plan in plans)
+
+
+def test_launch_keys_do_not_depend_on_other_tensors() -> None:
+    """Once, three kinds of tensors made all of them unaligned, which was ten times as slow."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv1d(16, 32, 4), torch.nn.Linear(32, 64), torch.nn.Linear(64, 9)
+    )
+    everyone = [local_parameter(each) for each in for_model(model, "quality").inputs_on_meta()]
+    keys = keys_of(everyone)
+    assert len({(key.store, key.direct) for key in keys}) == 3
+    assert keys == [keys_of([param])[0] for param in everyone]
+    by_shape = {tuple(param.param.shape): key for param, key in zip(everyone, keys, strict=True)}
+    assert by_shape[64, 32].aligned
+    assert by_shape[32, 16, 4].aligned
+    assert not by_shape[9,].aligned

@@ -287,11 +287,8 @@ def columns_of(param: LocalParameter) -> dict[Column, int]:
 
 
 def keys_of(params: Sequence[LocalParameter]) -> list[LaunchKey]:
-    """The launch key of each tensor; at most two if possible, for at most eight launches.
-
-    It depends on the parameters that are not stepped, too, so they must be among `params`.
-    """
-    keys = [
+    """The launch key of each tensor, whatever the others are."""
+    return [
         LaunchKey(
             param_dtype=param.param.dtype,
             grad_dtype=param.grad.dtype,
@@ -301,9 +298,6 @@ def keys_of(params: Sequence[LocalParameter]) -> list[LaunchKey]:
         )
         for param in params
     ]
-    if len(set(keys)) > 2:
-        keys = [key._replace(aligned=False) for key in keys]
-    return keys
 
 
 def launch_order(
