@@ -11,7 +11,7 @@ from torch import Tensor
 
 from maxfactor import MaxFactor
 from maxfactor.backends.triton import workspace
-from maxfactor.backends.triton.workspace import batch_sizes, layout, norm_of
+from maxfactor.backends.triton.workspace import batches_of, layout, norm_of
 from maxfactor.rule import newton_schulz as reference
 
 pytest.importorskip("triton")
@@ -84,7 +84,7 @@ def test_product_of_two_matrices_that_commute(tile: tuple[int, int, bool]) -> No
 def iterate(y: Tensor, dtype: torch.dtype) -> Tensor:
     """The fused iteration of matrices of any norm."""
     matrices, m, n = y.shape
-    form, norm = layout(m, n, matrices, dtype), norm_of(min(m, n))
+    form, norm = layout(m, n, [matrices], dtype), norm_of(min(m, n))
     norms = torch.linalg.vector_norm(y.double(), dim=(1, 2), keepdim=True)
     x = (y.double() / norms * norm).to(dtype)
     squares = [x.new_empty(matrices, form.short, form.short) for _ in range(form.squares)]
@@ -96,7 +96,10 @@ def exact(y: Tensor) -> Tensor:
     return reference.newton_schulz(y.cpu().double())
 
 
-@pytest.mark.parametrize("shape", [(2, 20, 20), (1, 20, 33), (2, 18, 70), (1, 50, 9), (1, 1, 7)])
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 20, 20), (1, 20, 33), (2, 18, 40), (2, 18, 70), (1, 50, 9), (1, 8, 23), (1, 1, 7)],
+)
 def test_iteration_is_that_of_the_rule(shape: tuple[int, int, int]) -> None:
     y = random(*shape, dtype=torch.float32)
     if DEVICE == "cpu":
@@ -185,8 +188,9 @@ def test_memory_does_not_grow_with_the_model() -> None:
     """A few hundred MB, however many matrices there are."""
     whisper = [(1280, 1280)] * 384 + [(5120, 1280)] * 64 + [(1280, 5120)] * 64
     assert max(map(borrowed, (whisper, whisper * 3))) <= workspace.BATCH_BYTES
-    assert borrowed([(1280, 1280)]) == 4 * 2 * 1280**2
-    assert borrowed([(1280, 5120)]) == 2 * (2 * 1280 * 5120 + 4 * 1280**2)
+    assert borrowed([(1280, 1280)]) == 2 * 3 * 1280**2
+    assert borrowed([(1280, 5120)]) == 2 * (2 * 1280 * 5120 + 1280**2)
+    assert borrowed([(1280, 2560)]) == 2 * (2 * 1280 * 2560 + 2 * 1280**2)
 
 
 def test_borrowed_bytes_are_those_of_the_step() -> None:
@@ -213,11 +217,39 @@ def test_borrowed_bytes_are_measured() -> None:
 
 
 @pytest.mark.parametrize("tensors", [1, 5, 51, 384])
-def test_batch_sizes_are_even(tensors: int) -> None:
-    sizes = batch_sizes(1280, 1280, tensors, 1, torch.float16)
-    assert sum(sizes) == tensors
-    assert max(sizes) - min(sizes) <= 1
-    assert layout(1280, 1280, max(sizes), torch.float16).nbytes <= workspace.BATCH_BYTES
+def test_parts_are_even(tensors: int) -> None:
+    batches = batches_of(1280, 1280, [tensors], 1, torch.float16)
+    parts = [part for batch in batches for part in batch]
+    assert sum(parts) == tensors
+    assert max(parts) - min(parts) <= 1
+    for batch in batches:
+        assert layout(1280, 1280, batch, torch.float16).nbytes <= workspace.BATCH_BYTES
+
+
+@pytest.mark.parametrize("runs", [[8, 6, 7, 8, 1, 1], [31, 3], [5] * 20])
+def test_batches_have_several_windows_but_their_parts_do_not(runs: list[int]) -> None:
+    batches = batches_of(1280, 1280, runs, 1, torch.float16)
+    alone = [batches_of(1280, 1280, [run], 1, torch.float16) for run in runs]
+    parts = [part for batch in batches for part in batch]
+    assert parts == [part for each in alone for batch in each for part in batch]
+    assert len(batches) < len(parts)
+    for batch in batches:
+        assert layout(1280, 1280, batch, torch.float16).nbytes <= workspace.BATCH_BYTES
+
+
+def test_matrices_of_odd_sizes_are_not_batched_across_windows() -> None:
+    """The second would not begin on 128 bytes, as it does without the first."""
+    assert batches_of(33, 35, [2, 2], 1, torch.float16) == [[2], [2]]
+
+
+def test_products_of_parts() -> None:
+    factor, x = random(5, 24, 24), random(5, 24, 40)
+    whole = products.multiply(torch.empty_like(x), factor, x, [5], is_tall=False)
+    parts = products.multiply(torch.empty_like(x), factor, x, [2, 3], is_tall=False)
+    torch.testing.assert_close(parts, whole)
+    tall = x.mT.contiguous()
+    whole = products.multiply(torch.empty_like(tall), factor, tall, [1, 4], is_tall=True)
+    torch.testing.assert_close(whole, torch.bmm(tall, factor))
 
 
 def test_tiny_directions_are_not_lost() -> None:

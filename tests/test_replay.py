@@ -296,8 +296,9 @@ def test_replays_with_a_tensor_as_rate(recipe: str, monkeypatch: pytest.MonkeyPa
     found = []
     for seen_before in (1, NEVER):
         monkeypatch.setattr(replay, "SEEN_BEFORE", seen_before)
-        lr = torch.full((), 0.01, device=DEVICE)
-        model, optimizer = build(recipe, torch.float32, WIDTH, lr=lr)
+        model, optimizer = build(recipe, torch.float32, WIDTH)
+        for group in optimizer.param_groups:
+            group["lr"] = torch.full((), 0.01, device=DEVICE)
         for step in range(8):
             gradients(model, step)
             for group in optimizer.param_groups:

@@ -32,7 +32,7 @@ if not torch.cuda.is_available():
 from maxfactor.backends.triton.kernels.descriptors import ProductTile
 from maxfactor.backends.triton.orthogonal import newton_schulz
 from maxfactor.backends.triton.products import IN_INTERPRETER, Tuning, symmetric, tuning_for
-from maxfactor.backends.triton.workspace import batch_sizes, layout, norm_of
+from maxfactor.backends.triton.workspace import batches_of, layout, norm_of
 from maxfactor.rule import newton_schulz as in_torch
 from measurement import Record, circumstances, write_json
 
@@ -160,16 +160,17 @@ def timed_product(x: Tensor, tuning: Tuning, *, is_tall: bool) -> Record:
 def iterate(x: Tensor) -> Tensor:
     """The fused iteration on matrices with the norm of `norm_of`; overwrites nothing."""
     matrices, m, n = x.shape
-    form = layout(m, n, matrices, x.dtype)
+    form = layout(m, n, [matrices], x.dtype)
     squares = [x.new_empty(matrices, form.short, form.short) for _ in range(form.squares)]
     return newton_schulz(x.clone(), torch.empty_like(x), squares, form, norm_of(form.short))
 
 
 def timed_iteration(m: int, n: int, tensors: int) -> Record:
     """Seconds of all matrices of a shape: ours by batches, torch's, and Muon's one by one."""
-    sizes = batch_sizes(m, n, tensors, 1, format_of_iteration())
+    batches = batches_of(m, n, [tensors], 1, format_of_iteration())
+    sizes = [sum(parts) for parts in batches]
     x = random(sizes[0], m, n)
-    form = layout(m, n, len(x), x.dtype)
+    form = layout(m, n, [len(x)], x.dtype)
     spare = torch.empty_like(x)
     squares = [x.new_empty(len(x), form.short, form.short) for _ in range(form.squares)]
     norm = norm_of(form.short)

@@ -1,8 +1,8 @@
-"""Windows: the consecutive parameters of a group that backends may batch together.
+"""Windows: the consecutive parameters of a group that backends may multiply together.
 
-How matrices are batched can change the last bit of a product or a sum. No batch crosses a window,
-and `release_gradients` steps whole windows. So a released step and a step at the end batch the same
-matrices and agree bit for bit.
+How matrices are batched can change the last bit of torch's products and sums, so no such batch
+crosses a window, and `release_gradients` steps whole windows. A released step and a step at the end
+then agree bit for bit. Our own kernels compute a matrix alike in any batch.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from maxfactor.backends.triton.workspace import (
     ON_DEVICE,
     Formats,
     Layout,
-    batch_sizes,
+    batches_of,
     layout,
 )
 from maxfactor.rule.newton_schulz import COEFFICIENTS
@@ -136,22 +136,21 @@ class OrthogonalBatches:
     ) -> Iterator[Batch]:
         """Cut each run of tensors of one key and shape into batches."""
         orthogonal = [owner for owner, param in enumerate(params) if is_orthogonal(param)]
-        # Within windows, so that batches are the same if windows are stepped one by one.
-        alike = groupby(
-            orthogonal,
-            lambda owner: (keys[owner], params[owner].window, matrices_of(params[owner])),
-        )
-        for (key, _, (each, m, n, side)), run in alike:
+        alike = groupby(orthogonal, lambda owner: (keys[owner], matrices_of(params[owner])))
+        for (key, (each, m, n, side)), run in alike:
             owners = list(run)
             assert owners == list(range(owners[0], owners[-1] + 1)), "the plan keeps them together"
             first = owners[0]
-            for tensors in batch_sizes(m, n, len(owners), each, self.formats.o):
+            by_window = groupby(owners, lambda owner: params[owner].window)
+            runs = [len(list(own)) for _, own in by_window]
+            for parts in batches_of(m, n, runs, each, self.formats.o):
                 row = plan.matrices[plan.first_matrix[first]]
+                tensors = sum(parts)
                 yield Batch(
                     key,
                     owners=range(first, first + tensors),
                     tiles=TileRange(row[Column.OWNER_TILE], tensors * row[Column.OWNER_TILES]),
-                    layout=layout(m, n, each * tensors, self.formats.o),
+                    layout=layout(m, n, [each * part for part in parts], self.formats.o),
                     side=side,
                 )
                 first += tensors
@@ -206,15 +205,36 @@ def newton_schulz(
         norm: The Frobenius norm of each x.
     """
     for steps in form.steps:
+        own = squares_for(steps, spare, squares, form)
         # A = X Xᵀ / norm²
-        symmetric(squares[0], x, x, alpha=norm**-2, is_tall=form.is_tall)
-        factor = product_of_steps(squares, steps)
-        x, spare = multiply(spare, factor, x, is_tall=form.is_tall), x
+        symmetric(own[0], x, x, alpha=norm**-2, is_tall=form.is_tall)
+        factor = product_of_steps(own, steps)
+        x, spare = multiply(spare, factor, x, form.parts, is_tall=form.is_tall), x
     return x
 
 
+def squares_for(steps: int, spare: Tensor, squares: Sequence[Tensor], form: Layout) -> list[Tensor]:
+    """The matrices of the size of A for some steps: in `spare`, but for that of the product."""
+    flat, space = spare.view(-1), form.square_space
+    inside = [
+        view_as(flat[number * space :], form.matrices, form.short, form.short)
+        for number in range(form.inside)
+    ]
+    *others, product = squares
+    found = [*inside, *others]
+    found.insert(PRODUCT_AT[steps], product)
+    return found
+
+
+# Which of its matrices `product_of_steps` returns, by the number of steps.
+PRODUCT_AT = {1: 1, 2: 3, 3: 2}
+
+
 def product_of_steps(squares: Sequence[Tensor], steps: int) -> Tensor:
-    """The product of the factors P of several steps from A, the first of `squares`."""
+    """The product of the factors P of several steps from A, the first of `squares`.
+
+    It is the one at PRODUCT_AT; the others are overwritten.
+    """
     square = squares[0]
     factor = product = polynomial(squares[1], square)
     for _ in range(steps - 1):

@@ -11,6 +11,8 @@ from maxfactor.backends.triton.kernels.descriptors import ProductForm, ProductTi
 from maxfactor.backends.triton.kernels.products import symmetric_product
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 try:
@@ -109,6 +111,11 @@ def blocks_of(x: Tensor, block: list[int]) -> Any:
     return TensorDescriptor(x, [count * rows, cols], [cols, 1], block)
 
 
-def multiply(out: Tensor, factor: Tensor, x: Tensor, *, is_tall: bool) -> Tensor:
-    """Write P X, or X P if X is tall, to `out`."""
-    return torch.bmm(x, factor, out=out) if is_tall else torch.bmm(factor, x, out=out)
+def multiply(
+    out: Tensor, factor: Tensor, x: Tensor, parts: Sequence[int], *, is_tall: bool
+) -> Tensor:
+    """Write P X, or X P if X is tall, to `out`; `parts` say how many matrices at a time."""
+    left, right = (x, factor) if is_tall else (factor, x)
+    for own in zip(left.split(parts), right.split(parts), out.split(parts), strict=True):
+        torch.bmm(own[0], own[1], out=own[2])
+    return out

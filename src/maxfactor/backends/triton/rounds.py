@@ -154,7 +154,7 @@ def layout_of(bundle: Bundle, formats: Formats) -> Layout:
     """What of a bundle is iterated: its matrices, or their blocks."""
     m, n = bundle.first.block or bundle.first.layout.matrix[-2:]
     matrices = len(bundle.members) * math.prod(bundle.first.shape) // (m * n)
-    return layout(m, n, matrices, formats.o)
+    return layout(m, n, [matrices], formats.o)
 
 
 def layouts_of(rounds: Sequence[Exchange], formats: Formats) -> list[Layout]:

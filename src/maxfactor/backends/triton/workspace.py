@@ -5,13 +5,16 @@ Nothing here needs Triton or a device, so that a step's memory can be told befor
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from maxfactor.rule.newton_schulz import AT_A_TIME, WIDE
 
-BATCH_BYTES = 320 << 20  # at most borrowed for a batch, unless a single tensor needs more
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+BATCH_BYTES = 197 << 20  # at most borrowed for a batch, unless a single tensor needs more
 ROUND_ELEMENTS = 26 << 20  # at most gathered by a rank at a time, unless a tensor has more
 GRAIN = 64  # elements: matrices of a kind begin on 128 bytes at least
 
@@ -49,9 +52,14 @@ class Layout(NamedTuple):
 
     m: int
     n: int
-    matrices: int
+    parts: tuple[int, ...]  # how many of the matrices cuBLAS multiplies at a time
     steps: tuple[int, ...]  # merged into each product with X
     dtype: torch.dtype  # of the iteration
+
+    @property
+    def matrices(self) -> int:
+        """How many there are."""
+        return sum(self.parts)
 
     @property
     def short(self) -> int:
@@ -65,8 +73,14 @@ class Layout(NamedTuple):
 
     @property
     def squares(self) -> int:
-        """How many matrices of the size of A there are at a time."""
-        return 2 if max(self.steps) == 1 else 4
+        """How many matrices of the size of A need memory of their own; see `inside`."""
+        return squares_of(max(self.steps)) - self.inside
+
+    @property
+    def inside(self) -> int:
+        """How many are where the next X will be. The factor of X is not, so that X can be."""
+        elements = self.matrices * self.m * self.n
+        return min(squares_of(max(self.steps)) - 1, elements // self.square_space)
 
     @property
     def matrix_space(self) -> int:
@@ -96,22 +110,52 @@ class Layout(NamedTuple):
         return elements * self.dtype.itemsize
 
 
-def layout(m: int, n: int, matrices: int, dtype: torch.dtype) -> Layout:
+def squares_of(steps: int) -> int:
+    """How many matrices of the size of A a product of several steps needs."""
+    return 2 if steps == 1 else 4
+
+
+def layout(m: int, n: int, parts: Sequence[int], dtype: torch.dtype) -> Layout:
     """The layout of a batch."""
     is_wide = max(m, n) >= WIDE * min(m, n)
-    return Layout(m, n, matrices, AT_A_TIME_IF_WIDE[dtype] if is_wide else AT_A_TIME, dtype)
+    steps = AT_A_TIME_IF_WIDE[dtype] if is_wide else AT_A_TIME
+    return Layout(m, n, tuple(parts), steps, dtype)
 
 
-def batch_sizes(m: int, n: int, tensors: int, each: int, dtype: torch.dtype) -> list[int]:
-    """Cut equal tensors of `each` matrices into as few batches as memory allows, of even size.
+def batches_of(
+    m: int, n: int, runs: Sequence[int], each: int, dtype: torch.dtype
+) -> list[list[int]]:
+    """Cut runs of equal tensors, of `each` matrices, into few batches; return their parts.
+
+    A run is what a window has of these tensors. A part is a run, or as much of it as memory allows,
+    whatever the other runs are: cuBLAS may choose another algorithm for another number of matrices.
+    A batch has as many parts as memory allows.
 
     Example:
-        >>> batch_sizes(1280, 1280, 51, 1, torch.float16)
+        >>> batches_of(1280, 1280, [8, 6, 9, 31], 1, torch.float16)
+        [[8, 6], [9], [15], [16]]
+    """
+    most = max(1, BATCH_BYTES // max(1, layout(m, n, [each], dtype).nbytes))
+    # Where a part begins decides, too, how it is read.
+    is_aligned = m * n % GRAIN == 0 and min(m, n) ** 2 % GRAIN == 0
+    found: list[list[int]] = []
+    for part in (part for run in runs for part in even_parts(run, most)):
+        if found and is_aligned and sum(found[-1]) + part <= most:
+            found[-1].append(part)
+        else:
+            found.append([part])
+    return found
+
+
+def even_parts(count: int, most: int) -> list[int]:
+    """Cut a number into as few parts as possible, of at most `most`, of even size.
+
+    Example:
+        >>> even_parts(51, 20)
         [17, 17, 17]
     """
-    most = max(1, BATCH_BYTES // max(1, layout(m, n, each, dtype).nbytes))
-    batches = -(-tensors // most)
-    return [(tensors + i) // batches for i in range(batches)]
+    parts = -(-count // most)
+    return [(count + i) // parts for i in range(parts)]
 
 
 def norm_of(short: int) -> float:
