@@ -104,7 +104,8 @@ MOMENTUM_VARIANTS: dict[str, dict[str, Any]] = {
     "bounds": {"kappa_bounds": (0.1, 0.6), "min_lr": 0.1, "eps_rms": 0.1},
 }
 
-STEPS = 12
+STEPS = 8
+ZERO_AT = 3  # the step without a gradient signal; after the warm-up of FAM in MOMENTA
 
 SWITCHES = {field.name for field in fields(Switches)}
 
@@ -203,7 +204,7 @@ def _drawn(
     for t in range(steps):
         grad = np.asarray(rng.normal(size=shape) * np.exp(rng.normal(size=shape)))
         grad = np.where(rng.random(size=shape) < 0.1, 0.0, grad) * scale * (1.0 + t % 4)
-        if t == 5:
-            grad = np.zeros(shape)  # a whole step without a gradient signal
+        if t == ZERO_AT:
+            grad = np.zeros(shape)
         grads.append(torch.from_numpy(np.asarray(grad)).to(dtype))
     return weight, grads

@@ -39,11 +39,21 @@ def context() -> BaseContext:
 class Command:
     """`python -m maxfactor_speech ARGUMENTS`, which heads a session of its own."""
 
-    def __init__(self, arguments: list[str], output: Path) -> None:
-        """Start it; what it says goes to files in the folder `output`."""
+    def __init__(
+        self,
+        arguments: list[str],
+        output: Path,
+        script: Path | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        """Start it; what it says goes to files in the folder `output`.
+
+        A script is run in place of the application, and may find more in its environment.
+        """
         output.mkdir(parents=True, exist_ok=True)
         self.files = [output / "stdout", output / "stderr"]
-        self.process = context().Process(target=_run, args=(arguments, self.files))  # type: ignore[attr-defined]
+        given = (arguments, self.files, script, environment or {})
+        self.process = context().Process(target=_run, args=given)  # type: ignore[attr-defined]
         self.process.start()
 
     @property
@@ -70,12 +80,20 @@ class Command:
         return self.files[0].read_text(), self.files[1].read_text()
 
 
-def _run(arguments: list[str], files: list[Path]) -> None:
+def _run(
+    arguments: list[str], files: list[Path], script: Path | None, environment: dict[str, str]
+) -> None:
     if hasattr(os, "setsid"):
         os.setsid()
     for number, path in enumerate(files, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.environ["OMP_NUM_THREADS"] = "1"  # others run beside it
+    os.environ |= environment
     torch.set_num_threads(1)
+    if script is not None:
+        sys.argv = [str(script), *arguments]
+        sys.path[0] = str(script.parent)  # as Python has it
+        runpy.run_path(str(script), run_name="__main__")
+        return
     sys.argv = ["maxfactor_speech", *arguments]
     runpy.run_module("maxfactor_speech", run_name="__main__", alter_sys=True)

@@ -192,7 +192,7 @@ KEPT = sorted(set(KEPT))
 def test_oracle(momentum: str, store: str, scale: str, direction: str) -> None:
     """Past the warm-up, and past a gradient of zeros."""
     shapes = (SHAPES | LONG_ROWS).values()
-    cases = [problem(shape, steps=7) for shape in shapes]
+    cases = [problem(shape, steps=5) for shape in shapes]
     compare_steps(cases, settings_for(momentum, store, direction, scale))
 
 
@@ -206,13 +206,13 @@ def test_oracle_of_blocks(name: str) -> None:
         ("none", "", "current"),
     ]:
         settings = settings_for(momentum, store, "orthogonal", scale) | {"blocks": blocks}
-        compare_steps([problem(shape, steps=6)], settings)
+        compare_steps([problem(shape, steps=5)], settings)
 
 
 @pytest.mark.parametrize("variant", MOMENTUM_VARIANTS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_other_settings(direction: str, variant: str) -> None:
-    cases = [problem(shape, steps=7) for shape in SHAPES.values()]
+    cases = [problem(shape, steps=5) for shape in SHAPES.values()]
     for momentum in ("none", "nesterov", "fam"):
         settings = settings_for(momentum, "int8", direction, "current")
         compare_steps(cases, settings | MOMENTUM_VARIANTS[variant])

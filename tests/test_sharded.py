@@ -25,7 +25,7 @@ from ranks import Ranks, mesh_of
 Shape = tuple[int, ...]
 Layout = tuple[int | None, ...]  # the cut dimension for each mesh dimension, None for copies
 
-STEPS = 6  # one of them has a gradient of zeros
+STEPS = 5  # one of them has a gradient of zeros
 SHAPES = [
     (8, 4),
     (7, 5),
@@ -231,7 +231,14 @@ def test_copies(four: Ranks) -> None:
 
 @pytest.mark.parametrize("layout", [(0, 1), (0, 0), (None, 0), (1, 0), (2, None)], ids=str)
 def test_two_by_two(four: Ranks, layout: Layout) -> None:
-    for settings in ({}, recipe("published-0.2"), {"direction": "factored"}, MOMENTA["fam fp32"]):
+    """A layout decides over which ranks a sum goes, settings which sums there are.
+
+    So all settings meet the layout that cuts both ways, and others the two with most sums.
+    """
+    chosen = [{}, MOMENTA["fam fp32"]]
+    if layout == (0, 1):
+        chosen += [recipe("published-0.2"), {"direction": "factored"}]
+    for settings in chosen:
         four.run(equals_one_process, 4, "maxfactor", settings, layout, SHAPES)
     four.run(equals_one_process, 4, "adafactor", {}, layout, SHAPES)
 
