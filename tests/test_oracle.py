@@ -161,7 +161,7 @@ def test_non_contiguous(version: str) -> None:
 def test_changing_lr(version: str) -> None:
     """A scheduler writes a new lr every step, 0 among them, as a float or into a tensor."""
     rates = [0.0, 0.1, 0.02, 0.3, 0.0, 0.01, 0.5, 0.001, 0.2, 0.4, 0.05, 0.6]
-    case = problem((8, 5))
+    case = problem((8, 5), steps=len(rates))
     weight, grads = case.arrays()
     expected = oracle.maxfactor(weight, grads, version, lr=rates)
     for as_tensor in (False, True):
