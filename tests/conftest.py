@@ -124,7 +124,7 @@ def leaves_no_trace() -> Iterator[None]:
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """A process group of one, over loopback and bounded in time."""
-    limit = timedelta(seconds=30)
+    limit = timedelta(seconds=120)
     store = dist.TCPStore("127.0.0.1", 0, 1, True, limit)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=limit)
     yield

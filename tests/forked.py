@@ -69,7 +69,7 @@ class Command:
         """Send a signal to the process alone."""
         os.kill(self.pid, number)
 
-    def wait(self, seconds: float = 60.0) -> int:
+    def wait(self, seconds: float = 120.0) -> int:
         """Wait for its end; return its exit status, or the signal that ended it, negated."""
         self.process.join(seconds)
         assert not self.is_running(), f"process {self.pid} goes on after {seconds} seconds"

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from forked import context
 from interpreter import speed_up_interpreter
 
-LIMIT = 60.0  # seconds for one case on all ranks
+LIMIT = 180.0  # seconds for one case on all ranks; a busy machine may take many
 
 
 class Ranks:

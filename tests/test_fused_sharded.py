@@ -71,7 +71,7 @@ def mesh() -> Iterator[DeviceMesh]:
     """A mesh of one rank: NCCL on a GPU, else gloo; over loopback and bounded in time."""
     if DEVICE == "cuda":
         torch.cuda.set_device(0)  # or the mesh warns that nobody has
-    limit = timedelta(seconds=60)
+    limit = timedelta(seconds=120)
     store = dist.TCPStore("127.0.0.1", 0, 1, True, limit)  # type: ignore[attr-defined]
     backend = "nccl" if DEVICE == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)

@@ -373,7 +373,7 @@ def test_a_stopped_comparison_saves_and_ends_its_trainings(
         assert trains(metrics.parent)
         (os.killpg if to_all else os.kill)(started.pid, number)
         started.wait()
-        assert until(lambda: not trains(metrics.parent), 20.0)
+        assert until(lambda: not trains(metrics.parent))
     finally:
         with suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGKILL)  # whoever is left
