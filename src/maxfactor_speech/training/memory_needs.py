@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 GB = 1e9
 WORTH_NAMING = 0.01  # of the memory of a training
 RANK = 8  # of adapters that are advised
+CUBLAS = 96 << 20  # bytes that torch gives to cuBLAS on newer GPUs: 32 MiB for each of its handles
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def memory_needs(settings: Settings, prepared: Prepared, world: int = 1) -> Memo
     active = settings.batch_size // world * example
     if settings.autocast_dtype is not None:
         active += autocast_bytes(model)
-    return MemoryNeeds(found.weights, found.gradients, state, found.borrowed, active)
+    buffers = found.borrowed + CUBLAS
+    return MemoryNeeds(found.weights, found.gradients, state, buffers, active)
 
 
 def available_memory(device: torch.device) -> int | None:
