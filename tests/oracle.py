@@ -23,7 +23,7 @@ Rate = float | Sequence[float]  # one value, or one per step
 FLOAT32_EPS = 2.0**-23  # what eps1 = None stands for
 FLOAT32_TINY = 2.0**-126  # the smallest divisor
 BLOCK = 64  # values that share an int8 scale, and the length of a DCT
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ = [(3.4445, -4.7750, 2.0315)] * 5
 
 FAM: dict[str, Any] = {
     "beta_min": 0.5,
@@ -419,10 +419,9 @@ def in_blocks(y: Array, blocks: tuple[str, int] | None) -> Array:
 
 def newton_schulz(y: Array) -> Array:
     """Five quintic steps on the smaller side."""
-    a, b, c = NEWTON_SCHULZ
     x = divide(y, math.sqrt(float(np.sum(y**2))))
     x = x.T if x.shape[0] > x.shape[1] else x
-    for _ in range(5):
+    for a, b, c in NEWTON_SCHULZ:
         square = x @ x.T
         x = a * x + (b * square + c * square @ square) @ x
     return _float64(x.T if y.shape[0] > y.shape[1] else x)

@@ -41,7 +41,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     study.main(["choose", "--out", str(out)])
     choice = json.loads(capsys.readouterr().out)
     assert len(choice["coefficients"]) == study.STEPS
-    fixed = [COEFFICIENTS] * study.STEPS
     arrays = [np.array(values) for values in spectra]
-    assert choice["fixed"]["llama"] == round(study.deviation(arrays, fixed), 4)
+    assert choice["fixed"]["llama"] == round(study.deviation(arrays, COEFFICIENTS), 4)
     assert choice["chosen"]["llama"] <= choice["fixed"]["llama"]

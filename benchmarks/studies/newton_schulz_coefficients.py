@@ -138,7 +138,7 @@ def deviation(spectra: Sequence[NDArray[np.float64]], coefficients: Sequence[Any
 
 def choose(spectra: Spectra) -> Record:
     """The best lower end on all tasks, and what one gives that was chosen on the others."""
-    fixed = [iteration.COEFFICIENTS] * STEPS
+    fixed = iteration.COEFFICIENTS
     found = {low: chain(low) for low in LOWER_ENDS}
     by_task = {
         task: {low: deviation(own, each) for low, each in found.items()}

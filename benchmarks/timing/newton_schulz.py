@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HIDDEN = {(1280, 1280): 384, (5120, 1280): 64, (1280, 5120): 64}  # Whisper-large-v3's matrices
 QUICK = {(24, 24): 2, (16, 48): 1}
+MUON_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of torch's Muon, in every step
 # The square matrices are those of attention: rows of q, k and v, columns of the output.
 ATTENTION, QUICK_ATTENTION = (1280, 64, 288, 96), (24, 12, 1, 1)  # width, head, rows, columns
 WARM_UP, REPEATS = (2, 7) if DEVICE.type == "cuda" else (0, 1)
@@ -124,7 +125,7 @@ def tune(batch: int, short: int, long: int) -> Iterator[Record]:
 
 def polynomial(out: Tensor, square: Tensor, tuning: Tuning) -> Tensor:
     """P of the iteration: a product to which two matrices are added."""
-    a, b, c = in_torch.COEFFICIENTS
+    a, b, c = in_torch.COEFFICIENTS[0]
     return symmetric(out, square, square, alpha=c, beta=b, gamma=a, added=square, tuning=tuning)
 
 
@@ -197,7 +198,7 @@ def muon(x: Tensor) -> Tensor:
     """The iteration of torch's Muon, in bfloat16, one matrix at a time."""
     from torch.optim._muon import _zeropower_via_newtonschulz
 
-    return _zeropower_via_newtonschulz(x, in_torch.COEFFICIENTS, 5, 1e-7)
+    return _zeropower_via_newtonschulz(x, MUON_COEFFICIENTS, 5, 1e-7)
 
 
 # -------------------------------------------------------------------------------- the digits
@@ -251,10 +252,9 @@ def singular_values(o: Tensor) -> Tensor:
 
 def exact_steps(y: Tensor) -> Tensor:
     """Five steps in float64; on CUDA `rule.newton_schulz` would round."""
-    a, b, c = in_torch.COEFFICIENTS
     x: Tensor = y / y.norm()
     x = x.mT if x.shape[0] > x.shape[1] else x
-    for _ in range(5):
+    for a, b, c in in_torch.COEFFICIENTS:
         square = x @ x.mT
         x = a * x + (b * square + c * square @ square) @ x
     return x.mT if y.shape[0] > y.shape[1] else x

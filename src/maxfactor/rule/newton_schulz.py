@@ -20,6 +20,7 @@ References:
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,7 +28,12 @@ from torch.linalg import vector_norm
 
 from maxfactor.settings import FLOAT32_TINY
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b, c
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    Coefficients = tuple[float, float, float]
+
+COEFFICIENTS = ((3.4445, -4.7750, 2.0315),) * 5  # a, b, c of each step
 AT_A_TIME, AT_A_TIME_IF_WIDE = (1, 1, 1, 1, 1), (1, 1, 3)  # steps merged into one product
 WIDE = 2  # least ratio of the sides of a wide matrix; from 1.5 on merging saves FLOPs
 
@@ -81,18 +87,19 @@ def newton_schulz(y: Tensor) -> Tensor:
         tensor([[0.7530, 0.0000],
                 [0.0000, 1.1337]])
     """
-    a, b, c = COEFFICIENTS
-    x = unit_norm(y)
+    x, left = unit_norm(y), list(COEFFICIENTS)
     if x.is_cuda:
         x = x.to(torch.bfloat16)
     if is_tall := x.shape[-2] > x.shape[-1]:  # so that A has the size of the smaller side
         x = x.mT
     for steps in steps_at_a_time(*x.shape[-2:]):
+        own, left = left[:steps], left[steps:]
         square = x @ x.mT  # A = X Xᵀ
         if steps == 1:
+            a, b, c = own[0]
             x = plus(x, plus(square, square, square, b, c), x, a, 1.0)
         else:
-            x = product_of_steps(square, steps) @ x
+            x = product_of_steps(square, own) @ x
     return x.mT if is_tall else x
 
 
@@ -101,19 +108,19 @@ def steps_at_a_time(short: int, long: int) -> tuple[int, ...]:
     return AT_A_TIME_IF_WIDE if long >= WIDE * short else AT_A_TIME
 
 
-def product_of_steps(square: Tensor, steps: int) -> Tensor:
+def product_of_steps(square: Tensor, coefficients: Sequence[Coefficients]) -> Tensor:
     """The product of the factors P of several steps, from A = X Xᵀ alone."""
-    factor = product = polynomial(square)
-    for _ in range(steps - 1):
+    factor = product = polynomial(square, coefficients[0])
+    for each in coefficients[1:]:
         square = factor @ square @ factor
-        factor = polynomial(square)
+        factor = polynomial(square, each)
         product = factor @ product
     return product
 
 
-def polynomial(square: Tensor) -> Tensor:
+def polynomial(square: Tensor, coefficients: Coefficients) -> Tensor:
     """P = aI + bA + cA²."""
-    a, b, c = COEFFICIENTS
+    a, b, c = coefficients
     p = plus(square, square, square, b, c)
     p.diagonal(dim1=-2, dim2=-1).add_(a)
     return p

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from maxfactor.backends.triton.local_parameters import LocalParameter
     from maxfactor.backends.triton.plan import LaunchKey, LaunchPlan
+    from maxfactor.rule.newton_schulz import Coefficients
     from maxfactor.settings import BlockSide
 
 
@@ -204,11 +205,13 @@ def newton_schulz(
         form: The steps, and which side is the shorter.
         norm: The Frobenius norm of each x.
     """
+    left = list(COEFFICIENTS)
     for steps in form.steps:
+        coefficients, left = left[:steps], left[steps:]
         own = squares_for(steps, spare, squares, form)
         # A = X Xᵀ / norm²
         symmetric(own[0], x, x, alpha=norm**-2, is_tall=form.is_tall)
-        factor = product_of_steps(own, steps)
+        factor = product_of_steps(own, coefficients)
         x, spare = multiply(spare, factor, x, form.parts, is_tall=form.is_tall), x
     return x
 
@@ -230,25 +233,25 @@ def squares_for(steps: int, spare: Tensor, squares: Sequence[Tensor], form: Layo
 PRODUCT_AT = {1: 1, 2: 3, 3: 2}
 
 
-def product_of_steps(squares: Sequence[Tensor], steps: int) -> Tensor:
+def product_of_steps(squares: Sequence[Tensor], coefficients: Sequence[Coefficients]) -> Tensor:
     """The product of the factors P of several steps from A, the first of `squares`.
 
     It is the one at PRODUCT_AT; the others are overwritten.
     """
     square = squares[0]
-    factor = product = polynomial(squares[1], square)
-    for _ in range(steps - 1):
+    factor = product = polynomial(squares[1], square, coefficients[0])
+    for each in coefficients[1:]:
         spare = other_than(squares, square, factor, product)
         symmetric(spare, square, factor)  # A P, which is P A
         symmetric(square, spare, factor)  # P A P
-        factor = polynomial(spare, square)
+        factor = polynomial(spare, square, each)
         product = symmetric(other_than(squares, square, factor, product), product, factor)
     return product
 
 
-def polynomial(out: Tensor, square: Tensor) -> Tensor:
+def polynomial(out: Tensor, square: Tensor, coefficients: Coefficients) -> Tensor:
     """P = aI + bA + cA²."""
-    a, b, c = COEFFICIENTS
+    a, b, c = coefficients
     return symmetric(out, square, square, alpha=c, beta=b, gamma=a, added=square)
 
 
