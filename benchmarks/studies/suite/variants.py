@@ -78,6 +78,13 @@ VARIANTS: dict[str, Variant] = {
     "quality": Variant("quality", (0.04,)),
     "fast": Variant("fast", (0.08,)),
     "lean": Variant("lean", (0.028, 0.056, 0.112)),
+    "quality conv double": changed("quality", share("conv", 2.0)),
+    "quality head double": changed("quality", share("head", 2.0)),
+    "quality vectors double": changed("quality", share("vector", 0.5)),
+    "quality outer double": changed(
+        "quality", {**share("conv", 2.0), **share("head", 2.0), **share("vector", 0.5)}
+    ),
+    "quality all orthogonal": changed("quality", dict.fromkeys(OUTER, ORTHOGONAL)),
     # Attention matrices in blocks; of 6 heads, groups of 4 are groups of 3.
     "quality heads one by one": changed("quality", settings={"heads_per_block": 1}),
     "fast uncapped": changed("fast", settings=relative(0.01, **UNCAPPED)),
