@@ -146,6 +146,82 @@ def test_one_group_of_all_layers(cls: type[Any]) -> None:
     both(made, lambda model: cls(model.parameters(), foreach=True))
 
 
+# ------------------------------------------------------------------ which gradients are watched
+
+
+class Pair(nn.Module):
+    """Two layers side by side, of which the second, the first, or both are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: Tensor, order: str) -> Tensor:
+        for letter in order:
+            x = x + {"f": self.first, "s": self.second}[letter](x).tanh()
+        return x
+
+
+def trained_pair(orders: list[str], *, release: bool) -> tuple[Pair, Any]:
+    model = Pair()
+    optimizer = for_model(model, "lean")
+    with release_gradients(model, optimizer) if release else nullcontext():
+        for t, order in enumerate(orders):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(t))
+            model(x, order).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    "orders",
+    [["fs"] * 3, ["fs", "sf", "sf", "fs"], ["fs", "s", "f", "f", "fs"], ["s", "s", "fs", "fs"]],
+)
+def test_gradients_in_any_order(orders: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maxfactor.windows.WINDOW", 2000)  # both in one
+    plain, released = (trained_pair(orders, release=release) for release in (False, True))
+    assert_equal(plain, released)
+
+
+def test_only_the_last_gradient_of_a_window_is_watched() -> None:
+    """And as many as before when the order changes, or the last one does not come."""
+    model = Pair()
+    optimizer = for_model(model, "lean")
+    handle = release_gradients(model, optimizer)
+    x = torch.randn(4, 6)
+
+    def watched(order: str) -> list[Tensor]:
+        model(x, order).square().mean().backward()
+        came = model.first.weight.grad is None and model.second.weight.grad is None
+        assert came == (len(order) == 2)
+        optimizer.step()
+        optimizer.zero_grad()
+        return list(handle._hooks)
+
+    first, second = model.first.weight, model.second.weight
+    assert [param is first for param in watched("fs")] == [True]
+    assert [param is first for param in watched("fs")] == [True]
+    assert [param is second for param in watched("sf")] == [True]
+    assert {*map(id, watched("f"))} == {id(first), id(second)}  # the second did not come
+    assert [param is first for param in watched("fs")] == [True]
+
+
+def test_a_second_gradient_of_one_that_is_not_watched() -> None:
+    model = Pair()
+    optimizer = for_model(model, "lean")
+    release_gradients(model, optimizer)
+    x = torch.randn(4, 6)
+    model(x, "fs").square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model(x, "fs").square().mean().backward()
+    model(x, "s").square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"'second\.weight' got a second gradient"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("recipe", ["quality", "fast"])
 def test_batches_do_not_cross_windows(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices of this size are computed otherwise alone than in a batch, in the last bit."""

@@ -21,6 +21,8 @@ from maxfactor.distributed.placement import is_sharded
 from maxfactor.optimizer import FactoredOptimizer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.utils.hooks import RemovableHandle
 
     from maxfactor.backends.dispatch import Backend
@@ -94,8 +96,13 @@ class GradientRelease:
         self._members: list[Member] = []
         self._windows: dict[int, list[Member]] = {}
         self._window_of: dict[Tensor, int] = {}
-        self._missing: dict[int, set[Tensor]] = {}  # by window: gradients yet to come
-        self._arrived: set[Tensor] = set()  # parameters whose gradient came since the last step
+        self._trained: set[Tensor] = set()  # what `refresh` found not to be frozen
+        # By window: whose gradient came last. The next time only this one has a hook, because each
+        # hook interrupts backward.
+        self._last: dict[int, Tensor] = {}
+        self._missing: dict[int, set[Tensor]] = {}  # by window without such: gradients yet to come
+        self._arrived: set[Tensor] = set()  # parameters whose hook was called since the last step
+        self._stepped: set[int] = set()  # windows that backward stepped since then
         self._backend: Backend | None = None
         self._lock = RLock()
         self._scaled_before = getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -129,18 +136,17 @@ class GradientRelease:
         by_window = groupby(self._members, key=lambda each: each.window)
         self._windows = {window: list(members) for window, members in by_window}
         self._window_of = {each.param: each.window for each in self._members}
+        self._trained = {param for param in self._window_of if param.requires_grad}
+        self._last.clear()
         for param in [param for param in self._hooks if param not in self._window_of]:
             self._hooks.pop(param).remove()
-        # The garbage collector does not look into hooks: a strong reference would keep the model.
-        take = partial(_take, weakref.ref(self))
-        for param in self._window_of:
-            if param.requires_grad and param not in self._hooks:
-                self._hooks[param] = param.register_post_accumulate_grad_hook(take)
+        self._listen(self._trained)
         self._expect()
 
     def restart(self) -> None:
         """Expect a new backward."""
         self._arrived.clear()
+        self._stepped.clear()
         self._backend = None
         self._follow_groups()
         self._expect()
@@ -161,7 +167,13 @@ class GradientRelease:
         if not self._arrived and optimizer.rehearse():
             self._free(self._members)
         else:
-            for window in list(self._windows):
+            for window, members in self._windows.items():
+                left = [each.name for each in members if each.param.grad is not None]
+                if left and window in self._stepped:
+                    raise _second_gradient(left[0])
+                if left and window in self._last:  # whose gradient did not come this time
+                    del self._last[window]
+                    self._listen(each.param for each in members if each.param.requires_grad)
                 self._step(window)
         self.restart()
 
@@ -170,30 +182,43 @@ class GradientRelease:
     def take(self, param: Tensor) -> None:
         """Note that a gradient is complete; step its window if it is the last one."""
         with self._lock:  # autograd has a thread for each device
-            if not self._arrived:
+            if not self._arrived:  # once for each backward
                 self._follow_groups()
+                _check_processes(None)
             if param not in self._window_of:  # it was removed from its group
                 return
-            self._check_arrival(param)
+            if param in self._arrived:
+                raise _second_gradient(
+                    next(each.name for each in self._members if each.param is param)
+                )
             self._arrived.add(param)
             window = self._window_of[param]
-            self._missing[window].discard(param)
-            if not self._missing[window]:
+            missing = self._missing_after(param, window)
+            if not missing:
+                self._last[window] = param
+                self._stepped.add(window)
                 self._step(window)
 
-    def _check_arrival(self, param: Tensor) -> None:
-        if not self._arrived:  # once for each backward
-            _check_processes(None)
-        if param not in self._arrived:
-            return
-        name = next(each.name for each in self._members if each.param is param)
-        raise RuntimeError(
-            f"parameter {name!r} got a second gradient before optimizer.step(), but released "
-            "gradients cannot be accumulated: the first one may have been used already; call "
-            "optimizer.step() after every backward, with larger batches instead of accumulation "
-            "(and checkpoint(use_reentrant=False) for layers that are used twice), or call "
-            "handle.remove()"
-        )
+    def _missing_after(self, param: Tensor, window: int) -> set[Tensor]:
+        """The gradients of a window that are yet to come; from now on their hooks are there."""
+        if window not in self._last:
+            self._missing[window].discard(param)
+            return self._missing[window]
+        own = (each.param for each in self._windows[window])
+        missing = {other for other in own if other.requires_grad and other.grad is None}
+        if missing:  # they come in another order than last time
+            del self._last[window]
+            self._missing[window] = missing
+            self._listen(missing)
+        return missing
+
+    def _listen(self, params: Iterable[Tensor]) -> None:
+        """Hook parameters that have no hook."""
+        # The garbage collector does not look into hooks: a strong reference would keep the model.
+        take = partial(_take, weakref.ref(self))
+        for param in params:
+            if param not in self._hooks:
+                self._hooks[param] = param.register_post_accumulate_grad_hook(take)
 
     def _step(self, window: int) -> None:
         """Step the members of a window that have a gradient, and free it."""
@@ -212,14 +237,15 @@ class GradientRelease:
 
     def _expect(self) -> None:
         """Expect a gradient of every trainable parameter that has not had one."""
-        self._missing = {
-            window: {
-                each.param
-                for each in members
-                if each.param.requires_grad and each.param not in self._arrived
-            }
-            for window, members in self._windows.items()
-        }
+        self._missing = {}
+        for window, members in self._windows.items():
+            own = [each.param for each in members if each.param.requires_grad]
+            if window not in self._last:
+                self._missing[window] = {param for param in own if param not in self._arrived}
+                continue
+            for param in own:
+                if param is not self._last[window] and param in self._hooks:
+                    self._hooks.pop(param).remove()
 
     def _follow_groups(self) -> None:
         """Take in parameters that were added to groups, removed from them, or unfrozen."""
@@ -231,7 +257,7 @@ class GradientRelease:
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         flat = [param for group in groups for param in group["params"]]
         return len(flat) != len(self._members) or any(
-            param is not each.param or (param.requires_grad and param not in self._hooks)
+            param is not each.param or (param.requires_grad and param not in self._trained)
             for param, each in zip(flat, self._members, strict=True)
         )
 
@@ -241,6 +267,16 @@ def _take(release: weakref.ref[GradientRelease], param: Tensor) -> None:
     """The hook of a parameter: hand its gradient over, while the optimizer is alive."""
     if (alive := release()) is not None:
         alive.take(param)
+
+
+def _second_gradient(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"parameter {name!r} got a second gradient before optimizer.step(), but released "
+        "gradients cannot be accumulated: the first one may have been used already; call "
+        "optimizer.step() after every backward, with larger batches instead of accumulation "
+        "(and checkpoint(use_reentrant=False) for layers that are used twice), or call "
+        "handle.remove()"
+    )
 
 
 def _check_processes(model: nn.Module | None) -> None:
