@@ -15,7 +15,7 @@ from studies.suite import main as suite
 from studies.suite import noise, speech_data
 from studies.suite.choice import choose, ratio, scores
 from studies.suite.optimizers import ALL_PEERS, PEERS, make_optimizers
-from studies.suite.report import report
+from studies.suite.report import report, rows_of, scale
 from studies.suite.search import Search, peer_search
 from studies.suite.tasks import FAMILIES, MAIN, TASKS
 from studies.suite.texts import python_source, split_of, words
@@ -168,6 +168,37 @@ def test_scores_and_the_report(tmp_path: Path) -> None:
     assert row["ratio"] == pytest.approx(math.exp(0.2), abs=1e-4)
     assert json.loads((tmp_path / "suite.json").read_text())["rows"] == record["rows"]
     assert "soap" in (tmp_path / "suite.svg").read_text()
+    against = {(each["by"], each["group"]): each for each in record["comparisons"]}
+    assert set(against) == {
+        (by, group) for by in ("itself", "adamw-95 or adamw-98") for group in ("text", "all")
+    }
+    assert against["itself", "all"]["mean"] == pytest.approx(1.0)
+    of_adamw = against["adamw-95 or adamw-98", "text"]
+    assert of_adamw["worst"] == pytest.approx(math.exp(0.1), abs=1e-4)
+    assert (of_adamw["worst_task"], of_adamw["tasks"]) == ("llama", 1)
+
+
+def test_the_report_of_widths_and_lengths() -> None:
+    known, test = Errors(), Errors()
+    searches = [
+        own_search("quality", "width-128", Trial),
+        peer_search("adamw-98", "width-128", Trial),
+    ]
+    for search in searches:  # the best rate of ours is twice its own
+        worse = 0.0 if search.name == "quality" else 0.3
+        for errors in (known, test):
+            errors.run(search, lambda trial, worse=worse: 1.0 + worse + abs(trial.lr - 0.08))
+    rows = [row for search in searches for row in rows_of(search, known, test)]
+    [line] = scale(rows)
+    assert line["best_rate"] == pytest.approx(2.0)
+    assert line["by_itself"] == pytest.approx(math.exp(0.04), abs=1e-3)
+    assert line["by_adamw"] < 1.0
+
+
+def test_word_errors_near_zero() -> None:
+    """One wrong word of three thousand is not infinitely worse than none."""
+    assert ratio(0.03, 0.0, is_speech=True) == pytest.approx(1.12)
+    assert ratio(10.0, 5.0, is_speech=True) == pytest.approx(2.0, rel=0.03)
 
 
 def test_the_command(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from studies.suite.trials import Trial
 
 
+ADAMW = ["adamw-95", "adamw-98"]
+RIVALS = {"quality": ADAMW, "fast": ADAMW, "lean": ["adafactor"]}
+
+
 def report(
     searches: Sequence[Search], known: Known, test: Known, device: str, results: Path
 ) -> Record:
@@ -39,7 +43,13 @@ def report(
             row["ratio"] = round(
                 ratio(row["error"], best[row["task"]], is_speech=TASKS[row["task"]].is_speech), 4
             )
-    record = {**circumstances(device), "rows": rows, "means": means(rows)}
+    record = {
+        **circumstances(device),
+        "rows": rows,
+        "means": means(rows),
+        "comparisons": comparisons(rows),
+        "scale": scale(rows),
+    }
     write_json(results / "suite.json", record)
     draw(rows, results / "suite.svg")
     return record
@@ -110,6 +120,72 @@ def means(rows: Sequence[Record]) -> list[Record]:
                     }
                 )
     return found
+
+
+def comparisons(rows: Sequence[Record]) -> list[Record]:
+    """Recipes at their own rate by some peers at their best, and by themselves at their best."""
+    found = []
+    for name, others in RIVALS.items():
+        for rival in ([name], others):
+            for group, tasks in (("speech", True), ("text", False), ("all", None)):
+                by_task = {}
+                for task in dict.fromkeys(row["task"] for row in rows if row["family"] != "scale"):
+                    is_speech = TASKS[task].is_speech
+                    own = errors_of(rows, task, [name], "default")
+                    best = errors_of(rows, task, rival, "best")
+                    if own and best and tasks in (None, is_speech):
+                        by_task[task] = ratio(own[0], min(best), is_speech=is_speech)
+                if by_task:
+                    worst = max(by_task, key=lambda task: by_task[task])
+                    found.append(
+                        {
+                            "optimizer": name,
+                            "by": "itself" if rival == [name] else " or ".join(rival),
+                            "group": group,
+                            "tasks": len(by_task),
+                            "mean": round(geometric_mean(by_task.values()), 4),
+                            "worst": round(by_task[worst], 4),
+                            "worst_task": worst,
+                        }
+                    )
+    return found
+
+
+def scale(rows: Sequence[Record]) -> list[Record]:
+    """By width and length: the best rate by a recipe's own, and its error by that of AdamW."""
+    found = []
+    for row in rows:
+        if row["family"] != "scale" or row["optimizer"] in ALL_PEERS or row["rate"] != "best":
+            continue
+        task, is_speech = row["task"], TASKS[row["task"]].is_speech
+        own = next(
+            other
+            for other in rows
+            if (other["task"], other["optimizer"], other["rate"])
+            == (task, row["optimizer"], "default")
+        )
+        adamw = errors_of(rows, task, RIVALS["quality"], "best")
+        line = {
+            "task": task,
+            "optimizer": row["optimizer"],
+            "best_rate": row["lr"] / own["lr"],
+            "by_itself": round(ratio(own["error"], row["error"], is_speech=is_speech), 4),
+        }
+        if adamw:
+            line["by_adamw"] = round(ratio(own["error"], min(adamw), is_speech=is_speech), 4)
+        found.append(line)
+    return found
+
+
+def errors_of(
+    rows: Sequence[Record], task: str, optimizers: Sequence[str], rate: str
+) -> list[float]:
+    """The errors of some optimizers on a task."""
+    return [
+        row["error"]
+        for row in rows
+        if row["task"] == task and row["optimizer"] in optimizers and row["rate"] == rate
+    ]
 
 
 def draw(rows: Sequence[Record], path: Path) -> None:
