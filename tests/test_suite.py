@@ -14,7 +14,7 @@ from torch import nn
 from studies.suite import main as suite
 from studies.suite import noise, speech_data
 from studies.suite.choice import choose, ratio, scores
-from studies.suite.optimizers import ALL_PEERS, PEERS, make_optimizers
+from studies.suite.optimizers import ALL_PEERS, MORE_PEERS, OURS, PEERS, make_optimizers
 from studies.suite.report import report, rows_of, scale
 from studies.suite.search import Search, peer_search
 from studies.suite.tasks import FAMILIES, MAIN, TASKS
@@ -199,6 +199,19 @@ def test_word_errors_near_zero() -> None:
     """One wrong word of three thousand is not infinitely worse than none."""
     assert ratio(0.03, 0.0, is_speech=True) == pytest.approx(1.12)
     assert ratio(10.0, 5.0, is_speech=True) == pytest.approx(2.0, rel=0.03)
+
+
+def test_all_of_it() -> None:
+    """What the report needs, each once: peers and recipes everywhere, more on three tasks."""
+    searches = suite.searches_of(suite.parsed(["all", "--quick"]))
+    assert searches == suite.searches_of(suite.parsed(["report", "--quick"]))
+    found = [(each.name, each.trial.task) for each in searches]
+    assert len(set(found)) == len(found)
+    assert {(name, task) for name in PEERS for task in MAIN} < set(found)
+    assert {(name, task) for name in OURS for task in TASKS} < set(found)
+    for name in MORE_PEERS:
+        assert len({task for other, task in found if other == name}) >= 3
+    assert ("adamw-98", "length-32000-constant") in found
 
 
 def test_the_command(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,14 @@
 """The suite: recipes at their own rates against peers at their best, on tasks in five families.
 
-    python benchmarks/studies/suite/main.py peers --device cuda --minutes 9 --jobs 14 --out runs
-    python benchmarks/studies/suite/main.py ours --device cuda --minutes 9 --jobs 14 --out runs
+    python benchmarks/studies/suite/main.py all --device cuda --minutes 9 --jobs 14 --out runs
     python benchmarks/studies/suite/main.py choice --device cuda --minutes 9 --jobs 14 --out runs
     python benchmarks/studies/suite/main.py ours --optimizers "quality heads one by one" --out runs
     python benchmarks/studies/suite/main.py show --out runs       # development data
     python benchmarks/studies/suite/main.py choose --out runs     # by families left out
     python benchmarks/studies/suite/main.py report --out runs     # test data, looked at once
 
+`all` is what `report` needs: `peers` and `ours` on all tasks, `more` peers on some, and `ours` and
+AdamW on models of several widths and in trainings of several lengths. These are tables, too.
 A variant that is named for `ours` is run with all seeds, for `choice` with one, or with --seeds.
 
 Errors on development data go to OUT/trials.jsonl and choose rates and settings. Errors on test data
@@ -45,7 +46,16 @@ if TYPE_CHECKING:
 
     from measurement import Record
 
-TABLES = ("peers", "more", "ours", "choice")
+TABLES = ("all", "peers", "more", "ours", "choice")
+SOME = ("whisper-half", "llama", "german-few")  # tasks of `more`
+SCALE = tuple(name for name in TASKS if name not in MAIN)
+PARTS = (  # of `all`, in the order in which they are run
+    ("peers", MAIN, None),
+    ("ours", MAIN, None),
+    ("more", SOME, None),
+    ("ours", SCALE, None),
+    ("peers", SCALE, "adamw-98"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -75,7 +85,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("table", choices=(*TABLES, "show", "choose", "report"))
-    parser.add_argument("--tasks", default=",".join(MAIN), help="separated by commas")
+    parser.add_argument("--tasks", help="separated by commas; default: those of the table")
     parser.add_argument("--optimizers", help="separated by commas; default: all of the table")
     parser.add_argument("--seeds", type=int, default=1, help="of variants in `choice` [1]")
     parser.add_argument("--device", default="cpu")
@@ -90,7 +100,14 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def searches_of(options: argparse.Namespace) -> list[Search]:
     """The rows of a table on the tasks that were asked for."""
-    tasks = options.tasks.split(",")
+    if options.tasks is None and options.table in ("all", "report"):
+        given = [
+            {"table": table, "tasks": ",".join(tasks), "optimizers": names}
+            for table, tasks, names in PARTS
+        ]
+        parts = [argparse.Namespace(**{**vars(options), **part}) for part in given]
+        return [search for part in parts for search in searches_of(part)]
+    tasks = (options.tasks or ",".join(MAIN)).split(",")
     for task in tasks:
         if task not in TASKS:
             raise SystemExit(f"unknown task {task!r}; known tasks: {', '.join(TASKS)}")
@@ -99,6 +116,7 @@ def searches_of(options: argparse.Namespace) -> list[Search]:
         return Trial(task, optimizer, lr, quick=options.quick)
 
     names = {
+        "all": [*PEERS, *OURS],
         "peers": PEERS,
         "more": MORE_PEERS,
         "ours": OURS,
