@@ -100,7 +100,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def searches_of(options: argparse.Namespace) -> list[Search]:
     """The rows of a table on the tasks that were asked for."""
-    if options.tasks is None and options.table in ("all", "report"):
+    is_whole = options.tasks is None and options.optimizers is None
+    if is_whole and options.table in ("all", "report"):
         given = [
             {"table": table, "tasks": ",".join(tasks), "optimizers": names}
             for table, tasks, names in PARTS

@@ -96,6 +96,8 @@ VARIANTS: dict[str, Variant] = {
     "fast vectors tenth": changed("fast", share("vector", 0.1)),
     "fast half": Variant("fast", (0.04,)),
     "lean floors .1": changed("lean", floors(0.1, 0.1)),
+    "lean current": Variant("lean", (0.02, 0.04), {"scale": "current"}),
+    "lean current floors": Variant("lean", (0.02, 0.04), {"scale": "current"}, floors(0.1, 0.1)),
     "quality wd .06": changed("quality", settings=relative(0.06)),
     "quality groups of 4 heads": changed("quality", settings={"heads_per_block": 4}),
     "fast beta .92": changed("fast", settings={"momentum": {"beta_max": 0.92}}, families=FAMILIES),
