@@ -102,7 +102,7 @@ class GradientRelease:
         self._last: dict[int, Tensor] = {}
         self._missing: dict[int, set[Tensor]] = {}  # by window without such: gradients yet to come
         self._arrived: set[Tensor] = set()  # parameters whose hook was called since the last step
-        self._stepped: set[int] = set()  # windows that backward stepped since then
+        self._used: set[Tensor] = set()  # parameters whose gradient backward used since then
         self._backend: Backend | None = None
         self._lock = RLock()
         self._scaled_before = getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -146,10 +146,14 @@ class GradientRelease:
     def restart(self) -> None:
         """Expect a new backward."""
         self._arrived.clear()
-        self._stepped.clear()
+        self._used.clear()
         self._backend = None
         self._follow_groups()
         self._expect()
+        for window, last in self._last.items():
+            for each in self._windows[window]:
+                if each.param is not last and each.param in self._hooks:
+                    self._hooks.pop(each.param).remove()
 
     def finish(self) -> None:
         """Step the windows that backward left; refuse GradScaler."""
@@ -167,13 +171,12 @@ class GradientRelease:
         if not self._arrived and optimizer.rehearse():
             self._free(self._members)
         else:
-            for window, members in self._windows.items():
-                left = [each.name for each in members if each.param.grad is not None]
-                if left and window in self._stepped:
-                    raise _second_gradient(left[0])
-                if left and window in self._last:  # whose gradient did not come this time
-                    del self._last[window]
-                    self._listen(each.param for each in members if each.param.requires_grad)
+            left = [each for each in self._members if each.param.grad is not None]
+            for each in left:  # before any window is stepped
+                if each.param in self._used:
+                    raise _second_gradient(each.name)
+            for window in {each.window: None for each in left}:
+                self._last.pop(window, None)  # its gradient did not come this time
                 self._step(window)
         self.restart()
 
@@ -185,9 +188,10 @@ class GradientRelease:
             if not self._arrived:  # once for each backward
                 self._follow_groups()
                 _check_processes(None)
+                self._expect()  # parameters may have been frozen or unfrozen since
             if param not in self._window_of:  # it was removed from its group
                 return
-            if param in self._arrived:
+            if param in self._arrived or param in self._used:
                 raise _second_gradient(
                     next(each.name for each in self._members if each.param is param)
                 )
@@ -195,22 +199,31 @@ class GradientRelease:
             window = self._window_of[param]
             missing = self._missing_after(param, window)
             if not missing:
-                self._last[window] = param
-                self._stepped.add(window)
+                own = [each.param for each in self._windows[window]]
+                used = [other for other in own if other.grad is not None]
                 self._step(window)
+                self._last[window] = param
+                self._used.update(used)
 
     def _missing_after(self, param: Tensor, window: int) -> set[Tensor]:
         """The gradients of a window that are yet to come; from now on their hooks are there."""
         if window not in self._last:
-            self._missing[window].discard(param)
-            return self._missing[window]
-        own = (each.param for each in self._windows[window])
-        missing = {other for other in own if other.requires_grad and other.grad is None}
+            if window not in self._missing:  # a step after backward raised
+                self._missing[window] = self._absent(window)
+            missing = self._missing[window]
+            missing.discard(param)
+            return missing
+        missing = self._absent(window)
         if missing:  # they come in another order than last time
             del self._last[window]
             self._missing[window] = missing
             self._listen(missing)
         return missing
+
+    def _absent(self, window: int) -> set[Tensor]:
+        """The trainable parameters of a window that have no gradient."""
+        own = (each.param for each in self._windows[window])
+        return {other for other in own if other.requires_grad and other.grad is None}
 
     def _listen(self, params: Iterable[Tensor]) -> None:
         """Hook parameters that have no hook."""
@@ -239,13 +252,11 @@ class GradientRelease:
         """Expect a gradient of every trainable parameter that has not had one."""
         self._missing = {}
         for window, members in self._windows.items():
-            own = [each.param for each in members if each.param.requires_grad]
-            if window not in self._last:
-                self._missing[window] = {param for param in own if param not in self._arrived}
+            if window in self._last:
                 continue
-            for param in own:
-                if param is not self._last[window] and param in self._hooks:
-                    self._hooks.pop(param).remove()
+            own = [each.param for each in members if each.param.requires_grad]
+            self._missing[window] = {param for param in own if param not in self._arrived}
+            self._listen(own)
 
     def _follow_groups(self) -> None:
         """Take in parameters that were added to groups, removed from them, or unfrozen."""
