@@ -88,7 +88,7 @@ def memory_needs(settings: Settings, prepared: Prepared, world: int = 1) -> Memo
     active = settings.batch_size // world * example
     if settings.autocast_dtype is not None:
         active += autocast_bytes(model)
-    buffers = found.borrowed + CUBLAS
+    buffers = found.borrowed + (CUBLAS if settings.torch_device.type == "cuda" else 0)
     return MemoryNeeds(found.weights, found.gradients, state, buffers, active)
 
 
