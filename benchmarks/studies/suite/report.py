@@ -107,19 +107,19 @@ def means(rows: Sequence[Record]) -> list[Record]:
                 and row["family"] != "scale"
             }
             if own:
-                worst = max(own, key=lambda task: own[task])
-                found.append(
-                    {
-                        "optimizer": name,
-                        "rate": rate,
-                        "group": group,
-                        "tasks": len(own),
-                        "mean": round(geometric_mean(own.values()), 4),
-                        "worst": own[worst],
-                        "worst_task": worst,
-                    }
-                )
+                found.append({"optimizer": name, "rate": rate, "group": group, **summary(own)})
     return found
+
+
+def summary(ratios: dict[str, float]) -> Record:
+    """Geometric mean and worst of ratios by task."""
+    worst = max(ratios, key=lambda task: ratios[task])
+    return {
+        "tasks": len(ratios),
+        "mean": round(geometric_mean(ratios.values()), 4),
+        "worst": round(ratios[worst], 4),
+        "worst_task": worst,
+    }
 
 
 def comparisons(rows: Sequence[Record]) -> list[Record]:
@@ -136,18 +136,8 @@ def comparisons(rows: Sequence[Record]) -> list[Record]:
                     if own and best and tasks in (None, is_speech):
                         by_task[task] = ratio(own[0], min(best), is_speech=is_speech)
                 if by_task:
-                    worst = max(by_task, key=lambda task: by_task[task])
-                    found.append(
-                        {
-                            "optimizer": name,
-                            "by": "itself" if rival == [name] else " or ".join(rival),
-                            "group": group,
-                            "tasks": len(by_task),
-                            "mean": round(geometric_mean(by_task.values()), 4),
-                            "worst": round(by_task[worst], 4),
-                            "worst_task": worst,
-                        }
-                    )
+                    by = "itself" if rival == [name] else " or ".join(rival)
+                    found.append({"optimizer": name, "by": by, "group": group, **summary(by_task)})
     return found
 
 
