@@ -20,6 +20,7 @@ References:
 from __future__ import annotations
 
 import math
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,15 +88,14 @@ def newton_schulz(y: Tensor) -> Tensor:
         tensor([[0.7530, 0.0000],
                 [0.0000, 1.1337]])
     """
-    x, left = unit_norm(y), list(COEFFICIENTS)
+    x = unit_norm(y)
     if x.is_cuda:
         x = x.to(torch.bfloat16)
     if is_tall := x.shape[-2] > x.shape[-1]:  # so that A has the size of the smaller side
         x = x.mT
-    for steps in steps_at_a_time(*x.shape[-2:]):
-        own, left = left[:steps], left[steps:]
+    for own in by_product(steps_at_a_time(*x.shape[-2:])):
         square = x @ x.mT  # A = X Xᵀ
-        if steps == 1:
+        if len(own) == 1:
             a, b, c = own[0]
             x = plus(x, plus(square, square, square, b, c), x, a, 1.0)
         else:
@@ -106,6 +106,12 @@ def newton_schulz(y: Tensor) -> Tensor:
 def steps_at_a_time(short: int, long: int) -> tuple[int, ...]:
     """The number of steps that each product with X takes."""
     return AT_A_TIME_IF_WIDE if long >= WIDE * short else AT_A_TIME
+
+
+def by_product(at_a_time: Sequence[int]) -> list[list[Coefficients]]:
+    """The coefficients of the steps that each product with X takes."""
+    left = iter(COEFFICIENTS)
+    return [list(islice(left, steps)) for steps in at_a_time]
 
 
 def product_of_steps(square: Tensor, coefficients: Sequence[Coefficients]) -> Tensor:

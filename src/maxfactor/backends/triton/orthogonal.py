@@ -24,7 +24,7 @@ from maxfactor.backends.triton.workspace import (
     batches_of,
     layout,
 )
-from maxfactor.rule.newton_schulz import COEFFICIENTS
+from maxfactor.rule.newton_schulz import by_product
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -205,10 +205,8 @@ def newton_schulz(
         form: The steps, and which side is the shorter.
         norm: The Frobenius norm of each x.
     """
-    left = list(COEFFICIENTS)
-    for steps in form.steps:
-        coefficients, left = left[:steps], left[steps:]
-        own = squares_for(steps, spare, squares, form)
+    for coefficients in by_product(form.steps):
+        own = squares_for(len(coefficients), spare, squares, form)
         # A = X Xᵀ / norm²
         symmetric(own[0], x, x, alpha=norm**-2, is_tall=form.is_tall)
         factor = product_of_steps(own, coefficients)
