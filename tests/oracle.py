@@ -182,11 +182,22 @@ def fresh_state(rule: Rule, shape: tuple[int, ...]) -> State:
 
 
 def assumed_size(shape: tuple[int, ...], scale: str) -> float:
-    """The size of a matrix that begins near zero, or with scale="raised" smaller than this."""
+    """The size that may take the place of a matrix's own."""
     if len(shape) < 2 or math.prod(shape) == 0:
         return 0.0
     fan_in = math.prod(shape[1:])
     return min(0.1, math.sqrt(2.0 / fan_in)) if scale == "raised" else 1.0 / math.sqrt(3.0 * fan_in)
+
+
+def first_size(own: float, assumed: float, scale: str) -> float:
+    """The size that the first step has, and later ones."""
+    ranges = {  # of own sizes that do not count, in parts of the assumed one
+        "initial": [(0.0, 0.1)],
+        "usual": [(0.0, 0.1), (1.0 / 3.0, 1.0)],
+        "raised": [(0.0, 1.0)],
+    }[scale]
+    is_replaced = any(low * assumed <= own < high * assumed for low, high in ranges)
+    return assumed if is_replaced else own
 
 
 def one_step(
@@ -201,8 +212,8 @@ def one_step(
     size = rms(w)
     if rule.scale != "current" and w.size > 0:
         first = float(state["initial_rms"])
-        if t == 1 and size >= first * (1.0 if rule.scale == "raised" else 0.1):
-            first = size
+        if t == 1:
+            first = first_size(size, first, rule.scale)
         state = {**state, "initial_rms": _float64(first)}
         size = first if first > 0.0 else size
     alpha = step_size(rule, lr, t, size)

@@ -225,7 +225,7 @@ def maxfactor_settings(draw: st.DrawFn) -> dict[str, Any]:
         ),
         "d": draw(st.sampled_from([1.0, 1.0, 0.2, 3.0, math.inf])),
         "gamma": draw(st.sampled_from([0.99, 0.5, 0.0])),
-        "scale": draw(st.sampled_from(["current", "initial", "raised"])),
+        "scale": draw(st.sampled_from(["current", "initial", "usual", "raised"])),
         "decay_by": draw(st.sampled_from(["lr", "relative_step", "step_size"])),
         "vector_direction": draw(st.sampled_from(["sign_max", "update"])),
     }
@@ -379,8 +379,7 @@ class Bound:
             return now
         if self.first is None:
             assumed = oracle.assumed_size(self.shape, scale)
-            is_small = now < assumed * (1.0 if scale == "raised" else 0.1)
-            self.first = assumed if is_small else now
+            self.first = oracle.first_size(now, assumed, scale)
         return self.first if self.first > 0 else now
 
     def _decay_rate(self, alpha: float, rho: float, lr: float | None) -> float:

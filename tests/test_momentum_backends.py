@@ -31,7 +31,7 @@ from maxfactor.rule import MaxFactorSettings, reference
 from maxfactor.state import init_state
 
 BACKENDS = ["plain", "blocks", "foreach"]
-STORES = [("int8", "current"), ("bf16", "initial"), ("fp32", "raised")]  # with a scale each
+STORES = [("int8", "current"), ("bf16", "usual"), ("fp32", "raised")]  # with a scale each
 STEPS = 5  # the last one follows a gradient of zeros
 LARGE = [(700, 333), (3, 70_000), (40, 30, 90), (70_001,)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from cases import SHAPES, problem
 from maxfactor import FAM, MaxFactor, Switches, recipe, rule
 from maxfactor.recipes import PUBLISHED
 from maxfactor.rule import reference
-from maxfactor.settings import AdafactorSettings, MaxFactorSettings, Settings
+from maxfactor.settings import AdafactorSettings, MaxFactorSettings, Scale, Settings
 from maxfactor.state import factoring
 
 
@@ -107,17 +107,20 @@ def test_rms_of_a_large_matrix() -> None:
     assert reference.rms(large).item() == pytest.approx(exact, rel=1e-6)
 
 
-SCALES: tuple[Literal["initial"], Literal["raised"]] = ("initial", "raised")
+SCALES: tuple[Scale, ...] = ("initial", "usual", "raised")
 
 
 def test_a_matrix_that_begins_near_zero_takes_the_size_of_its_shape() -> None:
     """From a tenth of it on, its own. Later the first size stays; a vector has none at zero."""
     assumed = torch.tensor(0.5)
-    initial, raised = (MaxFactorSettings(scale=scale).rules.matrix for scale in SCALES)
+    initial, usual, raised = (MaxFactorSettings(scale=scale).rules.matrix for scale in SCALES)
     for t in (1, torch.tensor(1)):
         for own, expected in ((0.0, 0.5), (0.049, 0.5), (0.05, 0.05), (0.08, 0.08), (3.0, 3.0)):
             size, state = reference.weight_size(torch.tensor(own), assumed, t, initial)
             assert size.item() == state["initial_rms"].item() == torch.tensor(expected).item()
+        for own, expected in ((0.0, 0.5), (0.06, 0.06), (0.16, 0.16), (0.17, 0.5), (0.51, 0.51)):
+            size, _ = reference.weight_size(torch.tensor(own), assumed, t, usual)
+            assert size.item() == torch.tensor(expected).item()
         for own, expected in ((0.0, 0.5), (0.49, 0.5), (0.5, 0.5), (0.51, 0.51)):
             size, _ = reference.weight_size(torch.tensor(own), assumed, t, raised)
             assert size.item() == torch.tensor(expected).item()

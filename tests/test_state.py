@@ -127,7 +127,9 @@ def test_what_a_parameter_keeps() -> None:
 
 def test_a_size_from_a_shape() -> None:
     """That of torch.nn.Linear, whose weights are uniform; raised, that of He's initialisation."""
-    initial, raised = (rule_of((4, 6), scale=scale) for scale in ("initial", "raised"))
+    scales = ("initial", "usual", "raised")
+    initial, usual, raised = (rule_of((4, 6), scale=scale) for scale in scales)
+    assert size_from_shape((400, 300), usual) == size_from_shape((400, 300), initial)
     linear = torch.nn.Linear(300, 400).weight.detach()
     assert size_from_shape((400, 300), initial) == pytest.approx(
         float(linear.square().mean().sqrt()), rel=0.01
@@ -142,7 +144,7 @@ def test_a_size_from_a_shape() -> None:
     assert size_from_shape((400, 199), raised) == size_from_shape((400, 1), raised) == 0.1
     state = init_state(torch.ones(4, 3, 5), rule_of((4, 3, 5), scale="initial"))
     assert float(state["initial_rms"]) == pytest.approx(1.0 / math.sqrt(45.0))
-    for rule in (initial, raised):
+    for rule in (initial, usual, raised):
         sizes = [size_from_shape(shape, rule) for shape in ((9,), (), (0, 3))]
         assert sizes == [0.0, 0.0, 0.0]
 

@@ -50,7 +50,7 @@ VectorDirection = Literal["sign_max", "update"]
 Direction = Literal["sign_max", "factored", "orthogonal"]
 BlockSide = Literal["rows", "columns"]
 Blocks = tuple[BlockSide, int]  # such as ("rows", 64): blocks of 64 rows
-Scale = Literal["current", "initial", "raised"]
+Scale = Literal["current", "initial", "usual", "raised"]
 MomentumDtype = Literal["int8", "bf16", "fp32"]
 Rounding = Literal["stochastic", "nearest"]
 Nonfinite = Literal["skip", "raise", "ignore"]
@@ -84,7 +84,8 @@ class TensorRule:
     ramps: bool = False  # version 0.2: alpha = min(lr, size * min(1e-6 t, 1/sqrt(t)))
     absolute: bool = False  # Adafactor with an lr: alpha = lr
     keeps_initial_rms: bool = False  # the size in (3) is the RMS before the first step
-    raises_small: bool = False  # ... or that of He's initialisation, if it is larger
+    raises_small: bool = False  # ... or the size that its shape suggests, if that is larger
+    spares_small: bool = False  # ... but not for a matrix that begins small on purpose
     # (4) decay by lr, by rho, or by alpha if both are False
     weight_decay: float
     decays_by_lr: bool = False
@@ -479,7 +480,8 @@ class MaxFactorSettings(Settings):
             is_capped=switches.step_rule != "uncapped",
             ramps=switches.step_rule == "ramp",
             keeps_initial_rms=self.scale != "current",
-            raises_small=self.scale == "raised",
+            raises_small=self.scale in ("raised", "usual"),
+            spares_small=self.scale == "usual",
             decays_by_lr=switches.decay_by == "lr",
             decays_by_rho=switches.decay_by == "relative_step",
             dense=is_vector or switches.full_matrix,

@@ -204,21 +204,23 @@ def as_float(t: float | Tensor) -> float | Tensor:
     return t.to(torch.float32) if isinstance(t, Tensor) else t
 
 
-NEAR_ZERO = 0.1  # of the size from its shape: a matrix that begins below counts as zero
+# Of the size from its shape: a matrix that begins below the first counts as zero, one between them
+# begins small on purpose, such as the queries of a T5.
+NEAR_ZERO, ON_PURPOSE = 0.1, 1.0 / 3.0
 LARGEST_RAISED = 0.1  # to which scale="raised" raises the size of matrices with few inputs
 
 
 def size_from_shape(shape: Shape, rule: TensorRule) -> float:
     """The size that takes the place of a matrix's own RMS, if that is near zero or too small.
 
-    With scale="initial" it is the RMS with which torch.nn.Linear begins, whose weights are uniform
-    within 1 / sqrt(fan_in). With scale="raised" it is that of He's initialisation, within a bound.
-    0 for a vector, whose shape says nothing about its size.
+    It is the RMS with which torch.nn.Linear begins, whose weights are uniform within
+    1 / sqrt(fan_in). With scale="raised" it is that of He's initialisation, within a bound. 0 for
+    a vector, whose shape says nothing about its size.
     """
     if len(shape) < 2 or math.prod(shape) == 0:
         return 0.0
     fan_in = math.prod(shape[1:])
-    if rule.raises_small:
+    if rule.raises_small and not rule.spares_small:
         return min(LARGEST_RAISED, math.sqrt(2.0 / fan_in))
     return 1.0 / math.sqrt(3.0 * fan_in)
 

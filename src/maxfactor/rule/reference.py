@@ -36,7 +36,15 @@ from maxfactor.rule.newton_schulz import orthogonal
 from maxfactor.rule.rounding import rounded
 from maxfactor.rule.squares import norm_of
 from maxfactor.settings import FLOAT32_TINY
-from maxfactor.state import NEAR_ZERO, State, as_float, block_shape, factoring, state_shapes
+from maxfactor.state import (
+    NEAR_ZERO,
+    ON_PURPOSE,
+    State,
+    as_float,
+    block_shape,
+    factoring,
+    state_shapes,
+)
 
 if TYPE_CHECKING:
     from maxfactor.settings import Settings, TensorRule
@@ -102,15 +110,19 @@ def weight_size(
 
     `initial` is the state's `initial_rms`, or None with scale="current". Before the first step it
     is the size that the shape suggests, which stands for that of a matrix that begins at zero or
-    close to it, with scale="raised" of any smaller one. A vector that begins at zero is scaled by
-    its present RMS.
+    close to it. With scale="raised" it stands for that of any smaller one, with scale="usual" too,
+    unless that one begins small on purpose. A vector that begins at zero is scaled by its present
+    RMS.
     """
     if initial is None:
         return size, {}
     first = initial
     if isinstance(t, Tensor) or t == 1:
         least = initial if rule.raises_small else NEAR_ZERO * initial
-        own = torch.where(size < least, initial, size)
+        is_small = size < least
+        if rule.spares_small:
+            is_small &= (size < NEAR_ZERO * initial) | (size >= ON_PURPOSE * initial)
+        own = torch.where(is_small, initial, size)
         # No host sync for a counter on the device.
         first = torch.where(t == 1, own, initial) if isinstance(t, Tensor) else own
     first = first.to(torch.float32)

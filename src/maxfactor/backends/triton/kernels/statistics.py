@@ -44,7 +44,7 @@ from maxfactor.backends.triton.kernels.tiles import (
 )
 from maxfactor.backends.triton.kernels.variance import dense_variance, statistic_weight
 
-NEAR_ZERO = tl.constexpr(state.NEAR_ZERO)
+NEAR_ZERO, ON_PURPOSE = tl.constexpr(state.NEAR_ZERO), tl.constexpr(state.ON_PURPOSE)
 OVERFLOWS, NOT_FINITE = tl.constexpr(guard.OVERFLOWS), tl.constexpr(guard.NOT_FINITE)
 
 
@@ -276,7 +276,9 @@ def tensor_scalars(entry, setting, weight_squares, scalars, skip):
         initial = tl.load(entry + COLUMN.INITIAL_RMS).to(tl.pointer_type(tl.float32))
         at_first = tl.load(initial)
         least = at_first * tl.where((flags & FLAG.RAISED) != 0, 1.0, NEAR_ZERO)
-        is_own = (t == 1.0) & (size >= least)
+        spared = (size >= at_first * NEAR_ZERO) & (size < at_first * ON_PURPOSE)
+        is_own = (size >= least) | (spared & ((flags & FLAG.SPARED) != 0))
+        is_own = is_own & (t == 1.0)
         at_first = tl.where(is_own, size, at_first)
         if skip == 0:
             tl.store(initial, at_first)
