@@ -79,7 +79,12 @@ BAD_MAXFACTOR: list[tuple[str, Any, type[Exception], str]] = [
     ("momentum_dtype", "int4", ValueError, "momentum_dtype must be one of 'int8', 'bf16', 'fp32'"),
     ("momentum_dtype", torch.int8, ValueError, "momentum_dtype must be one of"),
     ("direction", "sign", ValueError, "direction must be one of 'sign_max', 'factored', 'orth"),
-    ("scale", None, ValueError, "scale must be one of 'current', 'initial', 'usual', 'raised', got None"),
+    (
+        "scale",
+        None,
+        ValueError,
+        "scale must be one of 'current', 'initial', 'usual', 'raised', got None",
+    ),
 ]
 BAD_ADAFACTOR: list[tuple[str, Any, type[Exception], str]] = [
     ("clip_threshold", 0.0, ValueError, "clip_threshold must be finite and positive, got 0.0"),

@@ -119,7 +119,7 @@ def test_a_model_of_ones_own() -> None:
         (Own(1, 7, 1), "weight", "vector"),
         (Own(5, 7), "weight", "hidden"),
         (Own(1, 5, 7), "weight", "embedding"),
-        (Own(3, 5, 7), "weight", "conv"),
+        (Own(3, 5, 7), "weight", "tensor"),
     ],
 )
 def test_a_layer(layer: nn.Module, name: Any, kind: str) -> None:
@@ -298,8 +298,22 @@ def settings_by_kind(name: Any, *settings: str, **overrides: Any) -> dict[str, l
 
 def test_lean() -> None:
     found = settings_by_kind("lean", "direction", "momentum", "weight_decay", "lr")
-    assert found == {kind: ["factored", None, 0.0, 0.028] for kind in found}
-    assert recipe("lean")["lr"] == 0.028
+    assert found == {kind: ["factored", None, 0.0, 0.04] for kind in found}
+    scales = settings_by_kind("lean", "scale")
+    assert scales == {
+        "hidden": ["current"], "embedding": ["raised"], "head": ["raised"], "vector": ["current"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "lr"), [("quality", 0.04), ("fast", 0.04), ("lean", 0.04)])
+def test_convolutions_are_orthogonal(name: Any, lr: float) -> None:
+    """In every recipe of our own, with the same rate; other tensors of their shape are not."""
+    model = nn.Sequential(nn.Conv1d(8, 8, 3), Own(4, 6, 8), nn.Linear(8, 8), nn.Linear(8, 5))
+    groups = {group["kind"]: group for group in for_model(model, recipe=name).param_groups}
+    conv = groups["conv"]
+    assert (conv["direction"], conv["momentum"], conv["nesterov"]) == ("orthogonal", 0.9, True)
+    assert (conv["momentum_dtype"], conv["scale"], conv["lr"]) == ("int8", "raised", lr)
+    assert groups["tensor"]["direction"] == "factored"
 
 
 def test_fam() -> None:
@@ -329,11 +343,11 @@ def test_speech() -> None:
     assert all(d == [math.inf] for d in settings_by_kind("quality", "d").values())
 
 
-@pytest.mark.parametrize("name", ["fast", "quality"])
-def test_recipes_scale_by_the_initial_size(name: Any) -> None:
+@pytest.mark.parametrize(("name", "hidden"), [("fast", "initial"), ("quality", "usual")])
+def test_recipes_scale_by_the_initial_size(name: Any, hidden: str) -> None:
     scales = settings_by_kind(name, "scale")
     assert scales.pop("vector") == ["current"]
-    assert scales.pop("hidden") == ["initial"]
+    assert scales.pop("hidden") == [hidden]
     assert all(scale == ["raised"] for scale in scales.values())
 
 
@@ -354,14 +368,14 @@ def test_decay_does_not_outgrow_the_step(name: Any) -> None:
     assert sum(moves[t] for t in range(551, 601)) < 0.5 * sum(moves[t] for t in range(51, 101))
 
 
-@pytest.mark.parametrize("name", ["fast", "quality"])
+@pytest.mark.parametrize("name", ["fast", "quality", "lean"])
 def test_a_recipe_by_layers_needs_a_model(name: Any) -> None:
     with pytest.raises(ValueError, match=r"different layers; use maxfactor.for_model\(model, rec"):
         recipe(name)
 
 
 def test_an_lr_keeps_the_shares_of_the_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    halved = Recipe({**recipe("lean"), "lr_share": 0.5}, {"hidden": {"lr_share": 1.0}})
+    halved = Recipe({**OWN["lean"].common, "lr_share": 0.5}, {"hidden": {"lr_share": 1.0}})
     monkeypatch.setitem(cast("dict[str, Recipe]", OWN), "halved", halved)
     found = settings_by_kind("halved", "lr", lr=0.4)
     assert found == {"hidden": [0.4], "embedding": [0.2], "head": [0.2], "vector": [0.2]}

@@ -219,7 +219,7 @@ def test_the_command(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     given = ["ours", "--optimizers", "lean", "--tasks", "llama", "--quick", "--jobs", "1"]
     given += ["--out", str(tmp_path), "--cache", str(cache)]
     suite.main(given)
-    assert "llama lean lr 0.028 seed 2: " in capsys.readouterr().out
+    assert "llama lean lr 0.04 seed 2: " in capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
     sealed = [json.loads(line) for line in (tmp_path / "test.jsonl").read_text().splitlines()]
     assert len(lines) == len(sealed) >= 7

@@ -209,7 +209,7 @@ def test_a_table_that_was_trained_is_a_weight() -> None:
 
 @pytest.mark.parametrize("lr", [5e-5, 1e-4, torch.tensor(1e-5)])
 def test_rates_of_adamw_get_a_warning(lr: Any) -> None:
-    with pytest.warns(UserWarning, match=r"looks like a rate for AdamW.*recipe's own, 0\.028") as w:
+    with pytest.warns(UserWarning, match=r"looks like a rate for AdamW.*recipe's own, 0\.04") as w:
         for_model(nn.Linear(2, 2), "lean", lr=lr)
     assert w[0].filename == __file__
 

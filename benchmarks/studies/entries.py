@@ -12,10 +12,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import maxfactor
+from maxfactor import recipes
 from studies.runs import Run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+OWN: dict[str, recipes.Recipe] = {**recipes.OWN}
 
 EARLIER_DECAY: dict[str, dict[str, Any]] = {
     "quality": {"weight_decay": 0.1, "switches": {"decay_by": "lr"}},
@@ -29,6 +32,9 @@ EARLIER_SCALE: dict[str, dict[str, Any]] = {
 # ... and small weights moved by a share of their own size, in every kind of layer.
 EARLIER_EPS = {"eps": [1e-10, 1e-3]}
 RAISED = ("conv", "embedding", "head")  # the kinds whose least size depends on their shape
+# Convolutions moved as embeddings do; now they are orthogonal.
+OF_CONVOLUTIONS = {"direction": "sign_max", "momentum": None, "nesterov": False}
+OF_CONVOLUTIONS |= {"momentum_dtype": None, "lr_share": 1.0}
 QUARTER = {"vector": {"lr_share": 0.25}}  # of the learning rate, for norms and biases
 HALF_QUARTER = {"embedding": {"lr_share": 0.5}, **QUARTER}
 
@@ -58,11 +64,12 @@ def entry(
 ) -> Entry:
     """A row; `settings` are fields of Run, and anything else is an argument of `for_model`."""
     given = {key: settings.pop(key) for key in list(settings) if key in Run.__dataclass_fields__}
-    if optimizer in EARLIER_DECAY:
-        settings = {**EARLIER_DECAY[optimizer], **EARLIER_EPS, **settings}
-    settings = {**EARLIER_SCALE.get(optimizer, {}), **settings}
-    if optimizer == "quality":
-        given["by_kind"] = with_own_sizes(given.get("by_kind", {}), settings)
+    if optimizer in OWN:
+        earlier = EARLIER_DECAY.get(optimizer, {})
+        settings = {**earlier, **EARLIER_EPS, **EARLIER_SCALE.get(optimizer, {}), **settings}
+        by_kind = with_earlier_convolutions(given.get("by_kind", {}), optimizer, settings)
+        is_quality = optimizer == "quality"
+        given["by_kind"] = with_own_sizes(by_kind, settings) if is_quality else by_kind
     return Entry(
         name, Run(optimizer, rates[0], settings=settings, **given), tuple(rates), search, seeds
     )
@@ -70,10 +77,24 @@ def entry(
 
 def with_own_sizes(by_kind: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """Settings by kind, with the initial scale where the row does not say another."""
-    if "scale" in {**settings, **by_kind.get("others", {})}:
+    if "scale" in settings:
         return by_kind
-    own = {kind: {"scale": "initial", **by_kind.get(kind, {})} for kind in RAISED}
+    kinds = ("hidden",) if "scale" in by_kind.get("others", {}) else ("hidden", *RAISED)
+    own = {kind: {"scale": "initial", **by_kind.get(kind, {})} for kind in kinds}
     return {**by_kind, **own}
+
+
+def with_earlier_convolutions(
+    by_kind: dict[str, Any], recipe: str, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Settings by kind, with convolutions as all other layers where the row does not say more."""
+    chosen: dict[str, Any] = {**OWN[recipe].common, **settings, **by_kind.get("others", {})}
+    common = {name: chosen.get(name, default) for name, default in OF_CONVOLUTIONS.items()}
+    if common["momentum"] is None:
+        common["momentum_dtype"] = None
+    if isinstance(common["momentum"], maxfactor.FAM):
+        common["momentum"] = asdict(common["momentum"])
+    return {**by_kind, "conv": {**common, **by_kind.get("conv", {})}}
 
 
 def fam(**settings: Any) -> dict[str, Any]:

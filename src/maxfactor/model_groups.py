@@ -43,7 +43,7 @@ INPUT_WIDTHS = (
 )
 
 # A tied weight has several owners. Its kind is the first of these among those of its owners.
-PRECEDENCE = ("adapter", "embedding", "head", "conv", "hidden", "vector")
+PRECEDENCE = ("adapter", "embedding", "head", "conv", "tensor", "hidden", "vector")
 
 
 def for_model(
@@ -59,7 +59,8 @@ def for_model(
     .. code-block:: text
 
         hidden     matrices of linear layers, attention, recurrent layers, pointwise convolutions
-        conv       other convolutions, and other tensors of three and more dimensions
+        conv       other convolutions
+        tensor     other tensors of three and more dimensions, such as the stacked experts of an MoE
         embedding  embeddings, positional tables, and heads tied to an embedding
         head       the output projection to the vocabulary, if it is not tied
         adapter    matrices that PEFT adds to a layer, such as LoRA's
@@ -398,7 +399,7 @@ def _bare_kind(module: nn.Module, param: Tensor) -> str:
     if ndim < 2:
         return "vector"
     if ndim > 2:
-        return "conv"
+        return "tensor"
     holds_layers = any(True for child in module.children() for _ in child.parameters())
     is_table = param.ndim > 2 or holds_layers  # (1, n, d) is added to activations
     return "embedding" if is_table else "hidden"

@@ -73,34 +73,40 @@ def share(kind: str, part: float) -> dict[str, dict[str, Any]]:
     return {kind: {"lr_share": part}}
 
 
+def adaptive(beta_max: float, part: float = 1.0) -> dict[str, dict[str, Any]]:
+    """Convolutions with FAM, as they were before they were orthogonal."""
+    momentum = {"direction": "factored", "momentum": {"beta_max": beta_max}, "nesterov": False}
+    return {"conv": {**momentum, "lr_share": part}}
+
+
+WITHOUT = {"direction": "factored", "momentum": None, "nesterov": False, "momentum_dtype": None}
+
 # The most promising first: time may be over before the last.
 VARIANTS: dict[str, Variant] = {
     "quality": Variant("quality", (0.04,)),
     "fast": Variant("fast", (0.08,)),
-    "lean": Variant("lean", (0.028, 0.056, 0.112)),
+    "lean": Variant("lean", (0.02, 0.04, 0.08)),
+    "quality own sizes": changed("quality", {"hidden": {"scale": "initial"}}),
+    "quality conv adaptive": changed("quality", adaptive(0.92)),
+    "quality conv adaptive, double": changed("quality", adaptive(0.92, 2.0)),
     "quality conv double": changed("quality", share("conv", 2.0)),
+    "quality conv half": changed("quality", share("conv", 0.5)),
+    "fast conv adaptive": changed("fast", adaptive(0.84)),
+    "fast conv double": changed("fast", share("conv", 1.0)),
+    "lean conv factored": changed("lean", {"conv": WITHOUT}),
+    "lean conv double": changed("lean", share("conv", 2.0)),
+    "lean initial": Variant("lean", (0.028, 0.056), {"scale": "initial"}),
+    "quality outer orthogonal": changed("quality", dict.fromkeys(OUTER[1:], ORTHOGONAL)),
     "quality head double": changed("quality", share("head", 2.0)),
     "quality vectors double": changed("quality", share("vector", 0.5)),
-    "quality outer double": changed(
-        "quality", {**share("conv", 2.0), **share("head", 2.0), **share("vector", 0.5)}
-    ),
-    "quality all orthogonal": changed("quality", dict.fromkeys(OUTER, ORTHOGONAL)),
     # Attention matrices in blocks; of 6 heads, groups of 4 are groups of 3.
     "quality heads one by one": changed("quality", settings={"heads_per_block": 1}),
-    "fast uncapped": changed("fast", settings=relative(0.01, **UNCAPPED)),
-    "quality conv orthogonal": changed("quality", {"conv": ORTHOGONAL}),
-    "quality conv half": changed("quality", share("conv", 0.5)),
-    "quality vectors tenth": changed("quality", share("vector", 0.1)),
-    "quality half": Variant("quality", (0.02,)),
-    "fast conv half": changed("fast", share("conv", 0.5)),
-    "fast vectors tenth": changed("fast", share("vector", 0.1)),
-    "fast half": Variant("fast", (0.04,)),
-    "lean floors .1": changed("lean", floors(0.1, 0.1)),
-    "lean current": Variant("lean", (0.02, 0.04), {"scale": "current"}),
-    "lean current floors": Variant("lean", (0.02, 0.04), {"scale": "current"}, floors(0.1, 0.1)),
-    "quality wd .06": changed("quality", settings=relative(0.06)),
     "quality groups of 4 heads": changed("quality", settings={"heads_per_block": 4}),
-    "fast beta .92": changed("fast", settings={"momentum": {"beta_max": 0.92}}, families=FAMILIES),
+    "fast uncapped": changed("fast", settings=relative(0.01, **UNCAPPED)),
+    "quality wd .06": changed("quality", settings=relative(0.06)),
+    "quality half": Variant("quality", (0.02,)),
+    "quality double": Variant("quality", (0.08,)),
+    "fast half": Variant("fast", (0.04,)),
     "fast wd .03": changed("fast", settings=relative(0.03), families=FAMILIES),
 }
 
