@@ -529,9 +529,9 @@ def orthogonalises_once(name: str, most: int) -> tuple[int, int] | None:
     iterated: list[tuple[Workspace, int]] = []
     iterate = Workspace.iterate
 
-    def counted(self: Workspace, form: BatchLayout) -> None:
+    def counted(self: Workspace, form: BatchLayout, lane: int = 0) -> None:
         iterated.append((self, form.matrices))
-        iterate(self, form)
+        iterate(self, form, lane)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Workspace, "iterate", counted)

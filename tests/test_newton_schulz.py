@@ -11,7 +11,7 @@ from torch import Tensor
 
 from maxfactor import MaxFactor
 from maxfactor.backends.triton import workspace
-from maxfactor.backends.triton.workspace import batches_of, layout, norm_of
+from maxfactor.backends.triton.workspace import LaneParts, alike, batches_of, layout, norm_of
 from maxfactor.rule import newton_schulz as reference
 
 pytest.importorskip("triton")
@@ -199,7 +199,8 @@ def test_borrowed_bytes_are_those_of_the_step() -> None:
     assert fused_step is not None
     batches = fused_step._orthogonal.batches
     borrowed = fused_step._orthogonal.workspace.nbytes
-    assert max(batch.layout.nbytes for batch in batches) == borrowed
+    assert [batch.lane for batch in batches] == [0, 1]
+    assert sum(batch.layout.nbytes for batch in batches) == borrowed
     assert fused_step.borrowed_bytes > borrowed
 
 
@@ -216,30 +217,63 @@ def test_borrowed_bytes_are_measured() -> None:
     assert used <= optimizer._fused.borrowed_bytes + (1 << 20)
 
 
+def batches_of_squares(runs: list[int]) -> list[LaneParts]:
+    return batches_of([alike(1280, 1280, runs, 1, torch.float16)])[0]
+
+
+def memory_of_lanes(batches: list[LaneParts]) -> int:
+    """Bytes of the largest batch of each lane."""
+    found: dict[int, int] = {}
+    for lane, parts in batches:
+        size = layout(1280, 1280, parts, torch.float16).nbytes
+        found[lane] = max(found.get(lane, 0), size)
+    return sum(found.values())
+
+
 @pytest.mark.parametrize("tensors", [1, 5, 51, 384])
 def test_parts_are_even(tensors: int) -> None:
-    batches = batches_of(1280, 1280, [tensors], 1, torch.float16)
-    parts = [part for batch in batches for part in batch]
+    batches = batches_of_squares([tensors])
+    parts = [part for batch in batches for part in batch.parts]
     assert sum(parts) == tensors
     assert max(parts) - min(parts) <= 1
-    for batch in batches:
-        assert layout(1280, 1280, batch, torch.float16).nbytes <= workspace.BATCH_BYTES
+    assert memory_of_lanes(batches) <= workspace.BATCH_BYTES
 
 
-@pytest.mark.parametrize("runs", [[8, 6, 7, 8, 1, 1], [31, 3], [5] * 20])
-def test_batches_have_several_windows_but_their_parts_do_not(runs: list[int]) -> None:
-    batches = batches_of(1280, 1280, runs, 1, torch.float16)
-    alone = [batches_of(1280, 1280, [run], 1, torch.float16) for run in runs]
-    parts = [part for batch in batches for part in batch]
-    assert parts == [part for each in alone for batch in each for part in batch]
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+@pytest.mark.parametrize("runs", [[8, 6, 7, 8, 1, 1], [31, 3], [3] * 30])
+def test_batches_have_several_windows_but_their_parts_do_not(
+    runs: list[int], lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do they depend on the number of lanes."""
+    alone = [part for run in runs for batch in batches_of_squares([run]) for part in batch.parts]
+    monkeypatch.setattr(workspace, "LANES", lanes)
+    batches = batches_of_squares(runs)
+    parts = [part for batch in batches for part in batch.parts]
+    assert parts == alone
     assert len(batches) < len(parts)
-    for batch in batches:
-        assert layout(1280, 1280, batch, torch.float16).nbytes <= workspace.BATCH_BYTES
+    assert memory_of_lanes(batches) <= workspace.BATCH_BYTES
+
+
+def test_lanes_have_equal_amounts_to_do() -> None:
+    """But for one batch. A part that is larger than half of the memory stays whole."""
+    batches = batches_of_squares([8, 12, 8, 8, 4] * 8)
+    load = [0, 0]
+    for lane, parts in batches:
+        load[lane] += sum(parts)
+    assert abs(load[0] - load[1]) <= 12
+    assert [12] in [each.parts for each in batches]
+
+
+def test_one_lane_if_another_would_be_small() -> None:
+    assert {each.lane for each in batches_of_squares([15] * 4 + [1] * 8)} == {0}
+    assert {each.lane for each in batches_of_squares([14] * 4 + [1] * 8)} == {0, 1}
+    assert workspace.lane_sizes(workspace.BATCH_BYTES + 1) == [workspace.BATCH_BYTES + 1]
 
 
 def test_matrices_of_odd_sizes_are_not_batched_across_windows() -> None:
     """The second would not begin on 128 bytes, as it does without the first."""
-    assert batches_of(33, 35, [2, 2], 1, torch.float16) == [[2], [2]]
+    [batches] = batches_of([alike(33, 35, [2, 2], 1, torch.float16)])
+    assert [each.parts for each in batches] == [[2], [2]]
 
 
 def test_products_of_parts() -> None:

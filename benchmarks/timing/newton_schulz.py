@@ -32,7 +32,7 @@ if not torch.cuda.is_available():
 from maxfactor.backends.triton.kernels.descriptors import ProductTile
 from maxfactor.backends.triton.orthogonal import newton_schulz
 from maxfactor.backends.triton.products import IN_INTERPRETER, Tuning, symmetric, tuning_for
-from maxfactor.backends.triton.workspace import batches_of, layout, norm_of
+from maxfactor.backends.triton.workspace import alike, batches_of, layout, norm_of
 from maxfactor.rule import newton_schulz as in_torch
 from measurement import Record, circumstances, write_json
 
@@ -168,8 +168,8 @@ def iterate(x: Tensor) -> Tensor:
 
 def timed_iteration(m: int, n: int, tensors: int) -> Record:
     """Seconds of all matrices of a shape: ours by batches, torch's, and Muon's one by one."""
-    batches = batches_of(m, n, [tensors], 1, format_of_iteration())
-    sizes = [sum(parts) for parts in batches]
+    [batches] = batches_of([alike(m, n, [tensors], 1, format_of_iteration())])
+    sizes = [sum(each.parts) for each in batches]
     x = random(sizes[0], m, n)
     form = layout(m, n, [len(x)], x.dtype)
     spare = torch.empty_like(x)

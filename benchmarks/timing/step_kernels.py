@@ -1,6 +1,7 @@
 """Where the time of a step goes: milliseconds of each kernel on a GPU, of each operation on a CPU.
 
     python benchmarks/timing/step_kernels.py --device cuda --out FILE.json
+    python benchmarks/timing/step_kernels.py --device cuda --recipes quality --lanes 1 2
     python benchmarks/timing/step_kernels.py --quick    # a tiny model on the CPU
 
 The model is a Whisper with random weights and random gradients.
@@ -10,31 +11,34 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from maxfactor.backends.triton import workspace
+
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
-from measurement import Record, circumstances, write_json
+from measurement import Record, circumstances, milliseconds, write_json
 from timing.telemetry import DTYPES, optimizer_of, with_gradients
 from timing.training_step import SIZES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import nn
+    from torch.optim import Optimizer
 
 WARM_UP = 5  # steps: kernels are compiled, and launches captured
 STEPS = 3  # that are profiled
+REPEATS = 10  # steps by the clock
 SHOWN = 12  # kernels
 
 
-def measured(model: nn.Module, recipe: str, device: str) -> list[Record]:
+def measured(optimizer: Optimizer, device: str) -> list[Record]:
     """The kernels of a step, the longest first."""
-    optimizer = optimizer_of(model, recipe)
     for _ in range(WARM_UP):
         optimizer.step()
     activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
@@ -58,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> Record:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--model", default="large-v3", choices=tuple(SIZES))
     parser.add_argument("--recipes", nargs="+", default=["quality", "fast"])
+    parser.add_argument("--lanes", nargs="+", type=int, default=[workspace.LANES])
     parser.add_argument("--quick", action="store_true", help="a tiny model")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
@@ -66,10 +71,18 @@ def main(argv: Sequence[str] | None = None) -> Record:
     rows: list[Record] = []
     for name, dtype in DTYPES.items():
         model = with_gradients(options.model, options.device, dtype)
-        for recipe in options.recipes:
-            found = measured(model, recipe, options.device)
-            rows.append({"recipe": recipe, "dtype": name, "kernels": found})
-            print(f"{recipe} {name}: {sum(row['ms'] for row in found):.2f} ms")
+        for recipe, lanes in product(options.recipes, options.lanes):
+            workspace.LANES = lanes
+            optimizer = optimizer_of(model, recipe)
+            found = measured(optimizer, options.device)
+            # Less than that of all kernels where they overlap.
+            clock = round(milliseconds(optimizer.step, options.device, REPEATS), 2)
+            case = {"recipe": recipe, "dtype": name, "lanes": lanes, "clock_ms": clock}
+            rows.append({**case, "kernels": found})
+            total = sum(row["ms"] for row in found)
+            print(
+                f"{recipe} {name}, lanes {lanes}: {clock} ms by the clock, kernels {total:.2f} ms"
+            )
             for row in found[:SHOWN]:
                 print(f"  {row['ms']:9.3f} ms  {row['calls']:7.1f} calls  {row['kernel'][:80]}")
     report = {**circumstances(options.device), "model": options.model, "rows": rows}

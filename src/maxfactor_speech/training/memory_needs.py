@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 GB = 1e9
 WORTH_NAMING = 0.01  # of the memory of a training
 RANK = 8  # of adapters that are advised
-CUBLAS = 96 << 20  # bytes that torch gives to cuBLAS on newer GPUs: 32 MiB for each of its handles
+# Bytes that torch gives to cuBLAS on newer GPUs: 32 MiB for each of its handles and streams.
+CUBLAS = 96 << 20
+CUBLAS_OF_LANE = 32 << 20  # more, for the second lane of batches of orthogonal matrices
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ def memory_needs(settings: Settings, prepared: Prepared, world: int = 1) -> Memo
     active = settings.batch_size // world * example
     if settings.autocast_dtype is not None:
         active += autocast_bytes(model)
-    buffers = found.borrowed + (CUBLAS if settings.torch_device.type == "cuda" else 0)
+    cublas = CUBLAS + CUBLAS_OF_LANE * (settings.optimizer == "quality")
+    buffers = found.borrowed + (cublas if settings.torch_device.type == "cuda" else 0)
     return MemoryNeeds(found.weights, found.gradients, state, buffers, active)
 
 

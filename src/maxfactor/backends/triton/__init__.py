@@ -6,7 +6,8 @@
 - `local_parameters`, `plan`: which matrices and tiles there are, and who shares a launch;
 - `group_tables`, `buffers`, `inputs`, `status`: what is on the device, each with its owner;
 - `launches`: the launches, with their arguments;
-- `orthogonal`, `products`, `workspace`: orthogonal directions, and the memory they borrow;
+- `orthogonal`, `products`, `workspace`, `lanes`: orthogonal directions, the memory they borrow, and
+  the streams they are launched on;
 - `rounds`: the same of matrices that are cut over ranks;
 - `rank_totals`, `rank_messages`, `messages`: sums and maxima over ranks, for sharded parameters;
 - `kernels`: the kernels.

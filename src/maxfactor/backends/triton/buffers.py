@@ -32,8 +32,8 @@ class Buffers:
     Args:
         plan: The plan.
         status: The counters.
-        batch_tiles: Most tiles of a batch of orthogonal matrices.
-        batch_blocks: Most blocks of a batch whose matrices are cut into blocks.
+        batch_tiles: Most tiles of batches of orthogonal matrices that are worked on together.
+        batch_blocks: Most blocks of those whose matrices are cut into blocks.
     """
 
     def __init__(

@@ -115,25 +115,27 @@ class GroupLaunches:
 
     def begin_batch(self, tables: Tables, scaling: Scaling, batch: Batch, memory: Memory) -> None:
         """Write what is orthogonalised, with the norm and the dtype of the iteration."""
-        self._with_momentum(tables, scaling, batch.tiles, self._spec_of(batch))
+        own = self._with_sums_at(batch.first_tile, batch.first_block)
+        own._with_momentum(tables, scaling, batch.tiles, self._spec_of(batch))
         if batch.side is not None:
-            self._normalize_blocks(batch, memory)
+            own._normalize_blocks(batch, memory)
             return
         normalize[(batch.tiles.number * self._batch_spec.parts,)](
-            tables, self._partials, self._results, batch.tiles.first, batch.layout.shift,
+            tables, own._partials, self._results, batch.tiles.first, batch.layout.shift,
             batch.layout.norm, spec=self._batch_spec, **TILE_OPTIONS,
         )  # fmt: skip
 
     def end_batch(self, tables: Tables, scaling: Scaling, batch: Batch, memory: Memory) -> None:
         """Write the weights, from the result of the iteration."""
+        own = self._with_sums_at(batch.first_tile, batch.first_block)
         if batch.side is not None:
-            self._measure_blocks(batch, memory.o, 1.0)
+            own._measure_blocks(batch, memory.o, 1.0)
         else:
             measure_directions[(batch.tiles.number * self._batch_spec.parts,)](
-                tables, self._partials, batch.tiles.first, spec=self._batch_spec, **TILE_OPTIONS
+                tables, own._partials, batch.tiles.first, spec=self._batch_spec, **TILE_OPTIONS
             )
-        self._apply(tables, scaling, batch.tiles, self._spec_of(batch), measure=False)
-        self._add_parts(batch.tiles, measure=False)
+        own._apply(tables, scaling, batch.tiles, self._spec_of(batch), measure=False)
+        own._add_parts(batch.tiles, measure=False)
 
     def measure_batch(self, tables: Tables, scaling: Scaling, tiles: TileRange) -> None:
         """Sums of squares of weights."""
@@ -164,23 +166,27 @@ class GroupLaunches:
 
     def begin_shards(self, tables: Tables, scaling: Scaling, segment: Segment) -> None:
         """Write the shards of what is orthogonalised."""
-        own = self._with_sums_of(segment)
+        own = self._with_sums_at(segment.first_tile)
         own._with_momentum(tables, scaling, segment.tiles, self._shard_spec)
 
     def end_shards(self, tables: Tables, scaling: Scaling, segment: Segment) -> None:
         """Write the weights, from the shards that the owners returned."""
-        own = self._with_sums_of(segment)
+        own = self._with_sums_at(segment.first_tile)
         own._apply(tables, scaling, segment.tiles, self._shard_spec, measure=False)
         own._add_parts(segment.tiles, measure=False)
 
-    def _with_sums_of(self, segment: Segment) -> GroupLaunches:
-        """The same launches, with the part of `batch_sums` that a segment of a round has."""
-        other = copy(self)
-        sums = self._partials.batch_sums[segment.first_tile * self._shard_spec.parts :]
-        other._partials = self._partials._replace(batch_sums=sums)
-        return other
-
     # ------------------------------------------------------------------------ single launches
+
+    def _with_sums_at(self, first_tile: int, first_block: int = 0) -> GroupLaunches:
+        """The same launches, with another part of the sums: that of a lane, or of a segment."""
+        if first_tile == first_block == 0:
+            return self
+        other, partials = copy(self), self._partials
+        other._partials = partials._replace(
+            batch_sums=partials.batch_sums[first_tile * self._batch_spec.parts :],
+            block_squares=partials.block_squares[first_block:],
+        )
+        return other
 
     def _with_momentum(
         self, tables: Tables, scaling: Scaling, tiles: TileRange, spec: Spec

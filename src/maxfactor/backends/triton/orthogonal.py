@@ -1,4 +1,4 @@
-"""The orthogonal direction: batches of matrices are filtered, iterated and applied in turn.
+"""The orthogonal direction: batches of matrices are filtered, iterated and applied.
 
 Newton-Schulz iterations as in Jordan et al., "Muon: An optimizer for hidden layers in neural
 networks" (2024), https://kellerjordan.github.io/posts/muon/. The iteration is that of
@@ -8,7 +8,7 @@ networks" (2024), https://kellerjordan.github.io/posts/muon/. The iteration is t
 from __future__ import annotations
 
 from array import array
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -21,8 +21,9 @@ from maxfactor.backends.triton.workspace import (
     ON_DEVICE,
     Formats,
     Layout,
+    alike,
     batches_of,
-    layout,
+    up_to_grain,
 )
 from maxfactor.rule.newton_schulz import by_product
 
@@ -62,13 +63,25 @@ class Batch(NamedTuple):
     tiles: TileRange
     layout: Layout
     side: BlockSide | None = None  # along which its matrices are cut into blocks
+    lane: int = 0  # batches of a lane are worked on one after the other
+    first_tile: int = 0  # where the lane begins in `Partials.batch_sums`
+    first_block: int = 0  # where it begins in `Partials.block_squares`
 
 
 class Workspace:
-    """The memory in which batches are iterated, one after the other."""
+    """The memory in which batches are iterated: in each lane one after the other.
 
-    def __init__(self, layouts: Sequence[Layout], formats: Formats, device: torch.device) -> None:
-        self.nbytes = max((each.nbytes for each in layouts), default=0)
+    Args:
+        lanes: The layouts of each lane.
+        formats: The dtypes of y and of the iteration, of equal size.
+        device: The parameters' device.
+    """
+
+    def __init__(
+        self, lanes: Sequence[Sequence[Layout]], formats: Formats, device: torch.device
+    ) -> None:
+        sizes = [max((each.nbytes for each in own), default=0) for own in lanes]
+        *self.starts, self.nbytes = accumulate(sizes, initial=0)
         self._formats, self._device = formats, device
         self._buffer: Tensor | None = None
 
@@ -83,22 +96,25 @@ class Workspace:
         """Where the borrowed memory is; 0 if there is none."""
         return 0 if self._buffer is None else self._buffer.data_ptr()
 
-    def memory_of(self, form: Layout) -> Memory:
+    def memory_of(self, form: Layout, lane: int = 0) -> Memory:
         """Where the matrices of a batch are before, at the begin and after the iteration."""
-        assert self._buffer is not None
-        used = form.matrices * form.m * form.n
-        o, other = (self._buffer[first : first + used] for first in (0, form.matrix_space))
+        buffer, used = self._buffer_of(lane), form.matrices * form.m * form.n
+        o, other = (buffer[first : first + used] for first in (0, form.matrix_space))
         return Memory(o.view(self._formats.y), other if form.shift else o, o)
 
-    def iterate(self, form: Layout) -> None:
+    def iterate(self, form: Layout, lane: int = 0) -> None:
         """Orthogonalise x, which has its norm; the result is where y was."""
-        assert self._buffer is not None
         sizes = [form.matrix_space] * 2 + [form.square_space] * form.squares
-        used = self._buffer[: sum(sizes)].split(sizes)
+        used = self._buffer_of(lane)[: sum(sizes)].split(sizes)
         o, other = (view_as(each, form.matrices, form.m, form.n) for each in used[:2])
         squares = [view_as(each, form.matrices, form.short, form.short) for each in used[2:]]
         x, spare = (other, o) if form.shift else (o, other)
         newton_schulz(x, spare, squares, form, form.norm)
+
+    def _buffer_of(self, lane: int) -> Tensor:
+        """The memory of a lane."""
+        assert self._buffer is not None
+        return self._buffer[self.starts[lane] // self._formats.o.itemsize :]
 
     def release(self) -> None:
         """Return the memory to torch."""
@@ -106,11 +122,11 @@ class Workspace:
 
 
 class OrthogonalBatches:
-    """The orthogonal matrices of a plan in batches, and the memory that one batch needs.
+    """The orthogonal matrices of a plan in batches, and the memory that they need.
 
     `with_momentum` writes the matrices y of a batch, `normalize` gives them the norm and dtype of
-    the iteration, and `apply` reads the directions from where y was. The next batch has the same
-    memory. It is borrowed for the time of a step.
+    the iteration, and `apply` reads the directions from where y was. The next batch of the lane has
+    the same memory. It is borrowed for the time of a step.
     """
 
     def __init__(
@@ -122,13 +138,20 @@ class OrthogonalBatches:
     ) -> None:
         device = params[0].param.device
         self.formats = formats or (ON_DEVICE if device.type == "cuda" else INTERPRETED)
-        self.batches = list(self._batches(params, keys, plan))
-        layouts = [each.layout for each in self.batches]
-        self.workspace = Workspace(layouts, self.formats, device)
-        self.tiles = [(each.key, each.tiles) for each in self.batches]
-        self.most_tiles = max((each.tiles.number for each in self.batches), default=0)
-        blocked = [each.layout.matrices for each in self.batches if each.side is not None]
-        self.most_blocks = max(blocked, default=0)
+        found = list(self._batches(params, keys, plan))
+        self.tiles = [(each.key, each.tiles) for each in found]
+        self.lanes = 1 + max((each.lane for each in found), default=0)
+        lanes = [[each.layout for each in found if each.lane == i] for i in range(self.lanes)]
+        self.workspace = Workspace(lanes, self.formats, device)
+        # Each lane has its own sums. They begin on 16 bytes, as kernels are compiled for that.
+        tiles = max((each.tiles.number for each in found), default=0)
+        blocked = [each.layout.matrices for each in found if each.side is not None]
+        blocks = up_to_grain(max(blocked, default=0))
+        self.most_tiles, self.most_blocks = self.lanes * tiles, self.lanes * blocks
+        self.batches = [
+            each._replace(first_tile=each.lane * tiles, first_block=each.lane * blocks)
+            for each in found
+        ]
         self._tensors, self._start = len(params), -1
         self._addresses = array("q", bytes(8 * len(params)))
 
@@ -137,22 +160,26 @@ class OrthogonalBatches:
     ) -> Iterator[Batch]:
         """Cut each run of tensors of one key and shape into batches."""
         orthogonal = [owner for owner, param in enumerate(params) if is_orthogonal(param)]
-        alike = groupby(orthogonal, lambda owner: (keys[owner], matrices_of(params[owner])))
-        for (key, (each, m, n, side)), run in alike:
+        by_shape = groupby(orthogonal, lambda owner: (keys[owner], matrices_of(params[owner])))
+        runs, kinds = [], []
+        for (key, (each, m, n, side)), run in by_shape:
             owners = list(run)
             assert owners == list(range(owners[0], owners[-1] + 1)), "the plan keeps them together"
-            first = owners[0]
             by_window = groupby(owners, lambda owner: params[owner].window)
-            runs = [len(list(own)) for _, own in by_window]
-            for parts in batches_of(m, n, runs, each, self.formats.o):
+            windows = [len(list(own)) for _, own in by_window]
+            runs.append((key, side, owners[0]))
+            kinds.append(alike(m, n, windows, each, self.formats.o))
+        for (key, side, first), kind, batches in zip(runs, kinds, batches_of(kinds), strict=True):
+            for lane, parts in batches:
                 row = plan.matrices[plan.first_matrix[first]]
                 tensors = sum(parts)
                 yield Batch(
                     key,
                     owners=range(first, first + tensors),
                     tiles=TileRange(row[Column.OWNER_TILE], tensors * row[Column.OWNER_TILES]),
-                    layout=layout(m, n, [each * part for part in parts], self.formats.o),
+                    layout=kind.layout(parts),
                     side=side,
+                    lane=lane,
                 )
                 first += tensors
 
@@ -167,8 +194,9 @@ class OrthogonalBatches:
         addresses, itemsize = [0] * self._tensors, self.formats.o.itemsize
         for batch in self.batches:
             size = batch.layout.matrices // len(batch.owners) * batch.layout.m * batch.layout.n
-            end = start + len(batch.owners) * size * itemsize
-            addresses[batch.owners.start : batch.owners.stop] = range(start, end, size * itemsize)
+            first = start + self.workspace.starts[batch.lane]
+            end = first + len(batch.owners) * size * itemsize
+            addresses[batch.owners.start : batch.owners.stop] = range(first, end, size * itemsize)
         return array("q", addresses)
 
 

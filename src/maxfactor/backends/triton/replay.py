@@ -54,7 +54,7 @@ class Replay:
             arguments: What determines the arguments of all launches.
             launch: The launches. It must not allocate memory.
         """
-        if not self._may_replay:
+        if not self.may_replay:
             launch()
             return
         graph = self._graphs.pop(arguments, None)
@@ -68,7 +68,7 @@ class Replay:
         self.replayed += 1
 
     @property
-    def _may_replay(self) -> bool:
+    def may_replay(self) -> bool:
         """Whether graphs may be used now; the workspace of cuBLAS is that of one stream."""
         return self.enabled and is_default_stream(self._device)
 
@@ -142,9 +142,9 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def shared_pool(device: torch.device) -> Any:
-    """The memory of all graphs. It has that workspace at most.
+    """The memory of all graphs. It has that workspace, and those of its lanes, at most.
 
-    Since `first_graph` stays, the workspace stays in place even if torch is told to free it.
+    Since `first_graph` stays, a workspace stays in place even if torch is told to free it.
     """
     return first_graph(device).pool()
 

@@ -104,7 +104,7 @@ class OrthogonalRounds:
         self.tiles = [(segment.key, segment.tiles) for segment in segments]
         self.most_tiles = max((each.first_tile + each.tiles.number for each in segments), default=0)
         self.borrowed_bytes = borrowed_bytes(rounds, formats)
-        self._workspace = Workspace(layouts_of(rounds, formats), formats, device)
+        self._workspace = Workspace([layouts_of(rounds, formats)], formats, device)
         self._shard_elements = max((each.shard_elements for each in rounds), default=0)
         self._shards: Tensor | None = None
 

@@ -16,6 +16,7 @@ from maxfactor.backends.triton.group_tables import GroupTables
 from maxfactor.backends.triton.inputs import Inputs, split_addresses
 from maxfactor.backends.triton.kernels.descriptors import Tables
 from maxfactor.backends.triton.kernels.layout import Scalar
+from maxfactor.backends.triton.lanes import forked
 from maxfactor.backends.triton.launches import GroupLaunches, LocalTotals, Scaling
 from maxfactor.backends.triton.local_parameters import local_parameter
 from maxfactor.backends.triton.orthogonal import OrthogonalBatches
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from maxfactor.backends.step_io import GroupStep, StepInput
     from maxfactor.backends.triton.inputs import Gathered, Seen
+    from maxfactor.backends.triton.orthogonal import Batch
 
 
 class FusedStep:
@@ -247,12 +249,12 @@ class FusedStep:
         for group in launches:
             group.statistics(tables, scaling, check=check)
         self._totals.finalize(tables, scaling)
-        for batch in self._orthogonal.batches:  # in the same memory, one after the other
-            group, workspace = by_key[batch.key], self._orthogonal.workspace
-            memory = workspace.memory_of(batch.layout)
-            group.begin_batch(tables, scaling, batch, memory)
-            workspace.iterate(batch.layout)
-            group.end_batch(tables, scaling, batch, memory)
+        # A few steps later the launches are replayed: not worth streams, with workspaces of cuBLAS.
+        lanes = 1 if self.replay.may_replay else self._orthogonal.lanes
+        with forked(self._device, lanes) as lane:
+            for batch in self._orthogonal.batches:
+                with lane(batch.lane):
+                    self._launch_batch(by_key[batch.key], tables, scaling, batch)
         for each in self._rounds.rounds:
             for segment in each.segments:
                 by_key[segment.key].begin_shards(tables, scaling, segment)
@@ -265,6 +267,16 @@ class FusedStep:
         for group in some:
             if not group.group.key.direct:
                 group.apply(tables, scaling)
+
+    def _launch_batch(
+        self, group: GroupLaunches, tables: Tables, scaling: Scaling, batch: Batch
+    ) -> None:
+        """The launches of a batch of orthogonal matrices, in the memory of its lane."""
+        workspace = self._orthogonal.workspace
+        memory = workspace.memory_of(batch.layout, batch.lane)
+        group.begin_batch(tables, scaling, batch, memory)
+        workspace.iterate(batch.layout, batch.lane)
+        group.end_batch(tables, scaling, batch, memory)
 
 
 def make_step(

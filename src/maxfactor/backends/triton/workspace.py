@@ -14,7 +14,8 @@ from maxfactor.rule.newton_schulz import AT_A_TIME, WIDE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-BATCH_BYTES = 197 << 20  # at most borrowed for a batch, unless a single tensor needs more
+BATCH_BYTES = 197 << 20  # at most borrowed for batches, unless a single tensor needs more
+LANES = 2  # batches that are worked on side by side, in parts of this memory; see `lane_sizes`
 ROUND_ELEMENTS = 26 << 20  # at most gathered by a rank at a time, unless a tensor has more
 GRAIN = 64  # elements: matrices of a kind begin on 128 bytes at least
 
@@ -122,29 +123,102 @@ def layout(m: int, n: int, parts: Sequence[int], dtype: torch.dtype) -> Layout:
     return Layout(m, n, tuple(parts), steps, dtype)
 
 
-def batches_of(
-    m: int, n: int, runs: Sequence[int], each: int, dtype: torch.dtype
-) -> list[list[int]]:
-    """Cut runs of equal tensors, of `each` matrices, into few batches; return their parts.
+class Alike(NamedTuple):
+    """Tensors of one shape, side by side in the plan."""
+
+    m: int
+    n: int
+    each: int  # matrices of a tensor
+    parts: list[int]  # tensors that cuBLAS multiplies at a time
+    dtype: torch.dtype  # of the iteration
+
+    def layout(self, parts: Sequence[int]) -> Layout:
+        """The layout of some of the parts."""
+        return layout(self.m, self.n, [self.each * part for part in parts], self.dtype)
+
+    def fitting(self, first: int, size: int) -> list[int]:
+        """The first part, and as many of those that follow it as fit into `size` bytes."""
+        end = first + 1
+        # Where a part begins decides, too, how it is read.
+        if self.m * self.n % GRAIN == 0 and min(self.m, self.n) ** 2 % GRAIN == 0:
+            while end < len(self.parts) and self.layout(self.parts[first : end + 1]).nbytes <= size:
+                end += 1
+        return self.parts[first:end]
+
+
+class LaneParts(NamedTuple):
+    """A batch: which lane works on it, and its parts."""
+
+    lane: int
+    parts: list[int]
+
+
+def alike(m: int, n: int, runs: Sequence[int], each: int, dtype: torch.dtype) -> Alike:
+    """Cut runs of equal tensors, of `each` matrices, into parts.
 
     A run is what a window has of these tensors. A part is a run, or as much of it as memory allows,
     whatever the other runs are: cuBLAS may choose another algorithm for another number of matrices.
-    A batch has as many parts as memory allows.
 
     Example:
-        >>> batches_of(1280, 1280, [8, 6, 9, 31], 1, torch.float16)
-        [[8, 6], [9], [15], [16]]
+        >>> alike(1280, 1280, [8, 6, 9, 31], 1, torch.float16).parts
+        [8, 6, 9, 15, 16]
     """
     most = max(1, BATCH_BYTES // max(1, layout(m, n, [each], dtype).nbytes))
-    # Where a part begins decides, too, how it is read.
-    is_aligned = m * n % GRAIN == 0 and min(m, n) ** 2 % GRAIN == 0
-    found: list[list[int]] = []
-    for part in (part for run in runs for part in even_parts(run, most)):
-        if found and is_aligned and sum(found[-1]) + part <= most:
-            found[-1].append(part)
-        else:
-            found.append([part])
+    parts = [part for run in runs for part in even_parts(run, most)]
+    return Alike(m, n, each, parts, dtype)
+
+
+def batches_of(kinds: Sequence[Alike]) -> list[list[LaneParts]]:
+    """The batches of each kind of tensors, with as many parts as the memory of their lane allows.
+
+    Lanes are worked on side by side. A batch goes to the lane with the least to do so far.
+
+    Example:
+        >>> for batch in batches_of([alike(1280, 1280, [4, 4, 8, 2, 9], 1, torch.float16)])[0]:
+        ...     print(batch.lane, batch.parts)
+        0 [4, 4]
+        1 [8, 2]
+        0 [9]
+    """
+    largest = max((kind.layout([part]).nbytes for kind in kinds for part in kind.parts), default=0)
+    sizes = lane_sizes(largest)
+    elements = [0] * len(sizes)  # that each lane has to do
+    found: list[list[LaneParts]] = []
+    for kind in kinds:
+        found.append([])
+        done = 0
+        while done < len(kind.parts):
+            part = kind.layout(kind.parts[done : done + 1])
+            lanes = [lane for lane, size in enumerate(sizes) if part.nbytes <= size]
+            lane = min(lanes, key=elements.__getitem__)
+            parts = kind.fitting(done, sizes[lane])
+            elements[lane] += sum(parts) * kind.each * kind.m * kind.n
+            found[-1].append(LaneParts(lane, parts))
+            done += len(parts)
     return found
+
+
+def lane_sizes(largest: int) -> list[int]:
+    """Bytes of each lane, BATCH_BYTES in all.
+
+    Each batch alone leaves the device partly idle: the last tiles of a product do not fill it, and
+    reading G and writing W leaves the multiplying units without work. Batches side by side fill
+    these gaps. The first lane must hold the largest part. There is only one if others would be less
+    than half as large: small batches cost more than they gain.
+
+    Args:
+        largest: Bytes of the largest part.
+
+    Example:
+        >>> [size >> 20 for size in lane_sizes(112 << 20)], [size >> 20 for size in lane_sizes(0)]
+        ([112, 85], [98, 98])
+    """
+    for others in range(LANES - 1, 0, -1):
+        first = max(largest, BATCH_BYTES // (others + 1))
+        share = (BATCH_BYTES - first) // others
+        if 2 * share >= first:
+            return [first] + [share] * others
+    return [max(largest, BATCH_BYTES)]
 
 
 def even_parts(count: int, most: int) -> list[int]:

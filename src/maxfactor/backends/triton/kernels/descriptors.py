@@ -38,8 +38,8 @@ class Partials(NamedTuple):
     weight_squares: Tensor  # (tiles, Square) float32: W² after the last step
     update_squares: Tensor  # (blocks, Square) float32: U² before it is normalised
     unsigned: Tensor  # (tiles,) int8: 1 where the packed signs cannot be used
-    batch_sums: Tensor  # (tiles of a batch * parts, BatchSum) float32
-    block_squares: Tensor  # (blocks of a batch,) float32: of y * RANGE, then of O
+    batch_sums: Tensor  # (tiles of a batch in each lane * parts, BatchSum) float32
+    block_squares: Tensor  # (blocks of a batch in each lane,) float32: of y * RANGE, then of O
     measures: Tensor  # (tiles * parts, Measure) float32; empty unless the step is recorded
 
 
