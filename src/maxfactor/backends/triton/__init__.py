@@ -7,6 +7,7 @@
 - `group_tables`, `buffers`, `inputs`, `status`: what is on the device, each with its owner;
 - `launches`: the launches, with their arguments;
 - `orthogonal`, `products`, `workspace`: orthogonal directions, and the memory they borrow;
+- `replay`, `sharing`: CUDA graphs of the launches, and what the plans of windows share for them;
 - `rounds`: the same of matrices that are cut over ranks;
 - `rank_totals`, `rank_messages`, `messages`: sums and maxima over ranks, for sharded parameters;
 - `kernels`: the kernels.
