@@ -27,7 +27,7 @@ from maxfactor_speech.training.optimizers import make_optimizer
 from maxfactor_speech.training.preparation import MAX_TOKENS, Prepared, prepare, task_codec
 from maxfactor_speech.training.progress import Pace, Reporter
 from maxfactor_speech.training.settings import Settings
-from maxfactor_speech.training.trainer import Trainer
+from maxfactor_speech.training.trainer import Trainer, repeatable
 
 __all__ = [
     "HOP",
@@ -70,6 +70,7 @@ __all__ = [
     "prepare",
     "read_metrics",
     "render",
+    "repeatable",
     "seconds_needed",
     "synthesise_shards",
     "task_codec",

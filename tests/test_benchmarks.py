@@ -221,7 +221,23 @@ def test_small_memory(tmp_path: Path) -> None:
     times = [row[name]["ms_per_step"] for name in ("released", "plain")]
     assert min(times) > 0.0
     assert row["ratio"] == round(times[0] / times[1], 3)
+    assert len(row["released"]["step_ms"]) == len(row["plain"]["step_ms"]) == 2
     assert row["largest"] == 2
+    check_publishable(out.read_text(), tmp_path)
+
+
+def test_where_the_time_of_steps_in_small_memory_goes(tmp_path: Path) -> None:
+    out = tmp_path / "small.json"
+    options = ["--quick", "--fast", "--profile", "--recipes", "lean", "--out", str(out)]
+    small_memory.main(options)
+    [row] = json.loads(out.read_text())["rows"]
+    assert row["train"] is row["largest"] is None
+    released, plain = (row[name]["profile"] for name in ("released", "plain"))
+    assert released["calls"]["take"]["calls"] >= released["calls"]["step_window"]["calls"] > 0
+    assert plain["calls"]["_step_all"]["calls"] == 1
+    assert min(released["ms_without_optimizer"]) > 0.0
+    assert released["operations"]
+    assert released["python_in_hooks"]
     check_publishable(out.read_text(), tmp_path)
 
 

@@ -87,10 +87,10 @@ def test_fits_changes_nothing() -> None:
     param.grad = torch.ones_like(param)
     before = contents(fused)
     for wanted in (True, True):
-        seen = fused.fits([param], optimizer._groups(), optimizer.state)
+        seen = fused.fits([param], optimizer.group_steps(), optimizer.state)
         assert (seen is not None) == wanted
         assert contents(fused) == before
-    assert not fused.fits([param, param], optimizer._groups(), optimizer.state)
+    assert not fused.fits([param, param], optimizer.group_steps(), optimizer.state)
     param.grad = None
-    assert not fused.fits([param], optimizer._groups(), optimizer.state)
+    assert not fused.fits([param], optimizer.group_steps(), optimizer.state)
     assert contents(fused) == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from cases import no_host_sync
 from maxfactor.optimizer import FactoredOptimizer
 
 pytest.importorskip("triton")
+from fake_graphs import use_fake_graphs
 from maxfactor.backends.triton import replay
 from maxfactor.backends.triton.replay import MOST, SEEN_BEFORE, LaunchArguments, Replay
 
@@ -33,20 +33,10 @@ def needs_gpu(test: Any) -> Any:
 # ------------------------------------------------------------------------------- the decisions
 
 
-class FakeGraph:
-    """Runs captured launches again, as a CUDA graph does: with the arguments they had."""
-
-    def __init__(self, launch: Callable[[], object]) -> None:
-        self.replay = launch
-
-
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs on the CPU."""
-    monkeypatch.setattr(replay, "captured", lambda launch, *_: FakeGraph(launch))
-    monkeypatch.setattr(replay, "shared_pool", lambda _: None)
-    monkeypatch.setattr(replay, "has_graphs", lambda _: True)
-    monkeypatch.setattr(replay, "is_default_stream", lambda _: True)
+    use_fake_graphs(monkeypatch)
 
 
 def graphs_of(device: str = "cuda") -> Replay:
@@ -144,6 +134,24 @@ def test_another_stream_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs.run(arguments(), launch)
     assert graphs.replayed == 2
     assert graphs.captured == 1
+
+
+@pytest.mark.usefixtures("fake")
+def test_captures_can_be_left_to_another_time() -> None:
+    graphs, launch = graphs_of(), Launches()
+    graphs.is_deferred = True
+    for step in range(1, SEEN_BEFORE + 2):
+        assert graphs.take_pending() is None
+        graphs.run(arguments(), launch)
+        assert launch.count == step
+    due = graphs.take_pending()
+    assert due == arguments()
+    assert graphs.take_pending() is None
+    assert graphs.captured == graphs.replayed == 0
+    graphs.capture(due, launch)
+    assert (graphs.captured, launch.count) == (1, SEEN_BEFORE + 1)  # which runs nothing
+    graphs.run(arguments(), launch)
+    assert graphs.replayed == 1
 
 
 def test_no_graphs_in_the_interpreter() -> None:
@@ -381,18 +389,3 @@ def test_a_graph_of_the_user_beside_ours() -> None:
         if graphed:
             assert all(grad is not None for grad in static)  # alive until here
     assert_equal(*results)
-
-
-@needs_gpu
-def test_windows_are_launched() -> None:
-    """`release_gradients` steps while backward allocates."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(DEVICE)
-    optimizer = maxfactor.for_model(model, "quality", fused=True)
-    with maxfactor.release_gradients(model, optimizer):
-        for _ in range(6):
-            model(torch.randn(8, 64, device=DEVICE)).square().mean().backward()
-            optimizer.step()
-        plans = [runner.fused for runner in optimizer._runners.values()]
-        assert plans
-        assert all(plan is None or plan.replay.replayed == 0 for plan in plans)

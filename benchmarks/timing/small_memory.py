@@ -1,7 +1,8 @@
 """Fine-tuning Whisper-large-v3 with `maxfactor train` on a GPU of 8 GB: memory and time per step.
 
     python benchmarks/timing/small_memory.py --device cuda --out FILE.json
-    python benchmarks/timing/small_memory.py --quick        # a tiny model on the CPU
+    python benchmarks/timing/small_memory.py --device cuda --fast     # peaks and times of steps
+    python benchmarks/timing/small_memory.py --quick                  # a tiny model on the CPU
 
 A folder with the shapes of Whisper-large-v3 and random weights is built first. Recordings are noise
 of 30 seconds with texts that fill all 448 positions, the most that can occur. Each recipe is
@@ -10,9 +11,14 @@ trained with weights in bfloat16, gradient checkpointing and released gradients:
 - `train`: the whole command with batch 1: evaluation and checkpoint before the first step and at
   the end, peaks of steps and of evaluations apart. torch's allocator is limited to `--limit` GB. A
   card of 8 GB has 8.6e9 bytes, of which CUDA itself takes about 0.6e9.
-- `released`: its steps alone, after some that compile the kernels; `ratio` is their time by that of
-  `plain`: steps with the same weights and checkpointing, without release and without limit.
+- `released`: its steps alone, after some that compile the kernels and capture graphs; `ratio` is
+  their time by that of `plain`: steps with the same weights and checkpointing, without release and
+  without limit. `step_ms` are the host's times of single steps, without a wait for the device, and
+  `allocator` what torch asked of CUDA meanwhile: where it is not 0, memory was short.
 - `largest`: the largest of `--batches` of which two steps fit within the limit.
+
+`--fast` leaves out `train` and `largest`. `--profile` adds where the host's time goes, see
+host_profile.py.
 
 Peaks are those of the bytes that torch allocated (`peak_gb`) and reserved (`reserved_gb`). On a CPU
 they are null.
@@ -25,15 +31,18 @@ import gc
 import shutil
 import sys
 import tempfile
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import soundfile
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
     WhisperConfig,
@@ -52,14 +61,17 @@ from speech_application import (
     DeviceMemoryError,
     Evaluation,
     Pace,
+    Prepared,
     Reporter,
     Settings,
     Trainer,
     memory_needs,
     prepare,
+    repeatable,
     train,
     train_until,
 )
+from timing.host_profile import profiled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -72,7 +84,10 @@ SPECIAL = (
 )  # fmt: skip
 TARGETS = {"lean": 4.0, "fast": 5.7, "quality": 6.0}  # GB at batch 1
 MOST_TIME = 1.25  # of a plain step
-WARM_UP = 5  # plain steps that are not timed
+WARM_UP = 6  # steps that are not timed: they compile, and capture graphs
+RECORDINGS = 8  # at least
+PROFILED = 3  # steps
+ALLOCATOR = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free")
 
 
 @dataclass(frozen=True)
@@ -273,40 +288,92 @@ def whole_training(settings: Settings, out: Path) -> Record:
     }
 
 
-def steps_alone(settings: Settings, warm_up: int, steps: int) -> Record:
+class TimedTrainer(Trainer):
+    """Notes when the host has done with each step."""
+
+    def __init__(self, settings: Settings, prepared: Prepared) -> None:
+        super().__init__(settings, prepared)
+        self.times = [0.0]
+
+    def begin(self) -> None:
+        """Forget the steps so far."""
+        self.times = [time.perf_counter()]
+
+    def train_step(self, batches: list[Any]) -> Tensor:
+        """Take one step."""
+        loss = super().train_step(batches)
+        self.times.append(time.perf_counter())
+        return loss
+
+    def step_ms(self) -> list[float]:
+        """The host's time of each step."""
+        pairs = pairwise(self.times)
+        return [round(1e3 * (after - before), 1) for before, after in pairs]
+
+
+def steps_alone(settings: Settings, warm_up: int, steps: int, *, profile: bool = False) -> Record:
     """Train without evaluations and checkpoints; the time is that of the steps after warm-up."""
+    # No step is the last of a training: that one would be recorded, by kernels of its own.
+    whole = warm_up + steps + 1
+    settings = replace(settings, steps=whole, evaluate_every=whole)
     prepared = prepare(settings, device=settings.torch_device)
     release(settings.device)
-    failed = False
-    pace = None
+    found: Record = {"batch_size": settings.batch_size, "out_of_memory": False, "ms_per_step": None}
     try:
-        trainer = Trainer(settings, prepared)
+        trainer = TimedTrainer(settings, prepared)
         batches = trainer.batches()
         try:
             train_until(trainer, batches, warm_up)
+            before = allocator_counts(settings.device)
+            trainer.begin()
             pace = train_until(trainer, batches, warm_up + steps)
+            after = allocator_counts(settings.device)
+            found["ms_per_step"] = round(1e3 / pace.steps_per_second, 1)
+            found |= {"median_ms": median(trainer.step_ms()), "step_ms": trainer.step_ms()}
+            found["allocator"] = {name: after[name] - before[name] for name in after}
+            found |= Peak().with_present(settings.device).record()
+            if profile:
+                found["profile"] = profile_of(trainer, batches)
         finally:
             batches.close()
     except torch.OutOfMemoryError:
-        failed = True
-    return {
-        "batch_size": settings.batch_size,
-        "out_of_memory": failed,
-        "ms_per_step": round(1e3 / pace.steps_per_second, 1) if pace else None,
-        **Peak().with_present(settings.device).record(),
-    }
+        found |= {"out_of_memory": True, **Peak().with_present(settings.device).record()}
+    return found
+
+
+def profile_of(trainer: Trainer, batches: Iterator[list[Any]]) -> Record:
+    """Where the host's time of some more steps goes."""
+    settings = trainer.settings
+    with repeatable(trainer.device):
+        return profiled(
+            lambda: trainer.train_step(next(batches)),
+            PROFILED,
+            settings.device,
+            released=settings.release_gradients,
+        )
+
+
+def allocator_counts(device: str) -> dict[str, int]:
+    """What torch's allocator has asked of CUDA so far."""
+    if device != "cuda":
+        return {}
+    counts = torch.cuda.memory_stats()
+    return {name: counts.get(name, 0) for name in ALLOCATOR}
 
 
 def measured(recipe: str, base: Settings, args: argparse.Namespace, folder: Path) -> Record:
     """All measurements of a recipe."""
     settings = replace(base, optimizer=recipe)
     needs = memory_needs(settings, prepare(settings, device=settings.torch_device)).total
+    whole = None
+    if not args.fast:
+        with limited(args.device, args.limit):
+            whole = whole_training(settings, folder / "out")
     with limited(args.device, args.limit):
-        whole = whole_training(settings, folder / "out")
-    with limited(args.device, args.limit):
-        released = steps_alone(settings, WARM_UP, args.steps)
+        released = steps_alone(settings, WARM_UP, args.steps, profile=args.profile)
+    usual = replace(settings, release_gradients=False)
     with limited(args.device, 1e6):  # no limit
-        plain = steps_alone(replace(settings, release_gradients=False), WARM_UP, args.steps)
+        plain = steps_alone(usual, WARM_UP, args.steps, profile=args.profile)
     largest, tried = None, []
     for batch_size in args.batches:
         with limited(args.device, args.limit):
@@ -322,6 +389,7 @@ def measured(recipe: str, base: Settings, args: argparse.Namespace, folder: Path
         "released": released,
         "plain": plain,
         "ratio": _ratio(released["ms_per_step"], plain["ms_per_step"]),
+        "median_ratio": _ratio(released.get("median_ms"), plain.get("median_ms")),
         "target_gb": TARGETS[recipe],
         "target_ratio": MOST_TIME,
         "largest": largest,
@@ -346,7 +414,7 @@ def main(argv: Sequence[str] | None = None) -> Record:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         build_folder(folder / "whisper", size, args.device)
-        data = write_recordings(folder, size, 2 * max(args.batches))
+        data = write_recordings(folder, size, max([RECORDINGS, *(2 * n for n in args.batches)]))
         settings = Settings(
             data=str(data),
             validation=str(data.with_name("check.tsv")),
@@ -362,7 +430,9 @@ def main(argv: Sequence[str] | None = None) -> Record:
         )
         for recipe in args.recipes:
             rows.append(measured(recipe, settings, args, folder))
-            print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+            for key, value in rows[-1].items():
+                shown = value if isinstance(value, dict) else {"": value}
+                print(key, *(f"{name} {own}" for name, own in shown.items()), sep="  ", flush=True)
             if args.out is not None:
                 write_json(args.out, result)
     return result
@@ -376,8 +446,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--recipes", nargs="+", default=list(TARGETS), choices=tuple(TARGETS))
     parser.add_argument("--limit", type=float, default=8.0, help="GB [8.0]")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batches", type=int, nargs="+", default=[2, 4, 6, 8, 12, 16, 24, 32])
+    parser.add_argument("--steps", type=int, help="that are timed [20; 8 with --fast]")
+    parser.add_argument("--batches", type=int, nargs="*", default=[2, 4, 6, 8, 12, 16, 24, 32])
+    parser.add_argument("--fast", action="store_true", help="steps of batch 1 alone")
+    parser.add_argument("--profile", action="store_true", help="tell where the host's time goes")
     parser.add_argument("--folder", type=Path, help="for 25 GB of temporary files")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     parser.add_argument("--quick", action="store_true", help="a tiny model, a few steps")
@@ -386,8 +458,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--device cuda, but torch finds no CUDA device; use --device cpu")
     if args.device == "cpu" and not args.quick:
         parser.error("a model of this size needs --device cuda; --quick takes a tiny one")
+    if args.steps is None:
+        args.steps = 8 if args.fast else 20
     if args.quick:
         args.steps, args.batches = 2, [2]
+    if args.fast:
+        args.batches = []
     return args
 
 

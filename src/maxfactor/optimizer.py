@@ -18,6 +18,7 @@ from maxfactor import checkpoint
 from maxfactor.backends.dispatch import choose
 from maxfactor.backends.runner import Runner
 from maxfactor.backends.step_io import GroupStep, StepInput
+from maxfactor.backends.triton.sharing import Sharing
 from maxfactor.checkpoint import MARK, STATE_FORMAT
 from maxfactor.description import Description, describe_group
 from maxfactor.distributed.gradients import all_zero
@@ -94,7 +95,7 @@ class FactoredOptimizer(Optimizer):
                 group.setdefault(name, self.defaults[name])
             group.update({name: self.defaults[name] for name in Execution.names()})
             group[MARK] = self._mark
-        self._groups()
+        self.group_steps()
 
     def _reset(self) -> None:
         """Drop what is derived from groups and state; keep the number of skipped steps."""
@@ -102,6 +103,7 @@ class FactoredOptimizer(Optimizer):
         self._checked: dict[int, CheckedGroup] = {}
         # By window; WHOLE is all of them at once. Those that ran last come last.
         self._runners: dict[int, Runner] = {}
+        self._sharing = Sharing()
         # So GradScaler leaves unscaling and the check to the kernels; a release refuses it.
         if self._execution.fused or self.release is not None:
             self._step_supports_amp_scaling = True
@@ -112,12 +114,13 @@ class FactoredOptimizer(Optimizer):
         """Free the buffers of fused steps; keep step sizes and the number of skipped steps."""
         for runner in self._runners.values():
             runner.drop_plan()
+        self._sharing.clear()
 
     def _runner(self, key: int) -> Runner:
         """The runner of a window, moved to the end."""
         runner = self._runners.pop(key, None)
-        # Windows are stepped while backward allocates, so what they borrow is never in one place.
-        runner = self._runners[key] = runner or Runner(replays=key == WHOLE)
+        runner = runner or Runner(None if key == WHOLE else self._sharing)
+        self._runners[key] = runner
         return runner
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -197,7 +200,7 @@ class FactoredOptimizer(Optimizer):
 
     def _step_all(self) -> None:
         """Step all parameters that have a gradient."""
-        groups = self._groups()
+        groups = self.group_steps()
         flat = [param for group in self.param_groups for param in group["params"]]
         runner = self._runner(WHOLE)
         if (seen := runner.fits(flat, groups, self.state)) is not None:
@@ -226,7 +229,7 @@ class FactoredOptimizer(Optimizer):
             if self._recording is not None:
                 self._recording.add(record)
             return
-        groups = self._groups()
+        groups = self.group_steps()
         runner.plan(inputs, flat, groups, _idle(groups, members, inputs))
         self._launch(runner, groups)
 
@@ -240,26 +243,44 @@ class FactoredOptimizer(Optimizer):
 
     # -------------------------------------------------------------- the step, window by window
 
-    def step_window(self, members: Sequence[Member], backend: Backend) -> None:
-        """Take the step of one window, as a step of all parameters would; for `release.py`."""
+    def step_window(
+        self,
+        members: Sequence[Member],
+        flat: Sequence[Tensor],
+        groups: list[GroupStep],
+        choose_backend: Callable[[], Backend],
+    ) -> None:
+        """Take the step of one window, as a step of all parameters would; for `release.py`.
+
+        Args:
+            members: The members of the window.
+            flat: Their parameters.
+            groups: The result of `group_steps`, which is the same for all windows.
+            choose_backend: Asked if the fused plan of the last step does not fit.
+        """
         with torch.no_grad(), _full_precision():
-            groups, flat = self._groups(), [each.param for each in members]
             runner = self._runner(members[0].window)
             if (seen := runner.fits(flat, groups, self.state)) is not None:
                 self._launch(runner, groups, seen)
             else:
-                inputs = self._inputs(groups, members)
+                backend, inputs = choose_backend(), self._inputs(groups, members)
                 self._run(runner, inputs, flat, self.members(), backend)
+
+    def settle_windows(self) -> None:
+        """After the windows of a step: prepare their next ones, where they are fused."""
+        windows = (runner.fused for key, runner in self._runners.items() if key != WHOLE)
+        if plans := [fused for fused in windows if fused is not None]:
+            self._sharing.settle(plans)
 
     def choose_backend(self, members: Sequence[Member]) -> Backend:
         """The backend of a step of all parameters, some of whose gradients are not there yet."""
-        groups = self._groups()
+        groups = self.group_steps()
         trained = [each for each in members if each.param.requires_grad]
         return choose([_as_input(groups, each) for each in trained], self._execution)
 
     def rehearse(self) -> bool:
         """Take only the first step of torch.distributed.checkpoint; return whether it was that."""
-        inputs = self._inputs(self._groups(), self.members())
+        inputs = self._inputs(self.group_steps(), self.members())
         return bool(inputs) and self._rehearse(inputs)
 
     def inputs_on_meta(self, dtype: torch.dtype | None = None) -> list[StepInput]:
@@ -268,7 +289,7 @@ class FactoredOptimizer(Optimizer):
         Args:
             dtype: Of parameters and gradients; None is each parameter's own.
         """
-        groups, inputs = self._groups(), []
+        groups, inputs = self.group_steps(), []
         for each in self.members():
             shape, own = tuple(each.param.shape), dtype or each.param.dtype
             param = torch.empty(shape, dtype=own, device="meta")
@@ -286,7 +307,7 @@ class FactoredOptimizer(Optimizer):
         if self.release is not None:
             self.release.restart()
 
-    def _groups(self) -> list[GroupStep]:
+    def group_steps(self) -> list[GroupStep]:
         """The rules and learning rate of each group; only changed settings are checked."""
         return [
             GroupStep(self._settings(index).rules, _rate(group["lr"]))

@@ -7,9 +7,10 @@ References:
 
 from __future__ import annotations
 
+import operator
 import weakref
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby, repeat
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,12 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from maxfactor.backends.dispatch import Backend
+    from maxfactor.backends.step_io import GroupStep
     from maxfactor.windows import Member
+
+# Asked of all parameters in every step; `map` with these is several times faster than a loop.
+GRAD, REQUIRES_GRAD = map(operator.attrgetter, ("grad", "requires_grad"))
+PARAMS, RATE = map(operator.itemgetter, ("params", "lr"))
 
 
 def release_gradients(model: nn.Module, optimizer: FactoredOptimizer) -> GradientRelease:
@@ -94,16 +100,23 @@ class GradientRelease:
         self._optimizer = optimizer
         self._hooks: dict[Tensor, RemovableHandle] = {}
         self._members: list[Member] = []
+        self._flat: list[Tensor] = []  # their parameters
+        self._frozen: list[Tensor] = []  # those that `refresh` found to be frozen
         self._windows: dict[int, list[Member]] = {}
+        self._params_of: dict[int, list[Tensor]] = {}  # by window
         self._window_of: dict[Tensor, int] = {}
-        self._trained: set[Tensor] = set()  # what `refresh` found not to be frozen
         # By window: whose gradient came last. The next time only this one has a hook, because each
         # hook interrupts backward.
         self._last: dict[int, Tensor] = {}
+        self._new_last: list[int] = []  # windows that have one since the last step
         self._missing: dict[int, set[Tensor]] = {}  # by window without such: gradients yet to come
         self._arrived: set[Tensor] = set()  # parameters whose hook was called since the last step
-        self._used: set[Tensor] = set()  # parameters whose gradient backward used since then
+        # Parameters whose gradient backward used since then, by id: hashing tensors is slow.
+        self._used: dict[int, Tensor] = {}
+        # Chosen, and looked up, at most once for each backward.
         self._backend: Backend | None = None
+        self._groups: list[GroupStep] = []
+        self._rates: list[object] = []  # of these groups
         self._lock = RLock()
         self._scaled_before = getattr(optimizer, "_step_supports_amp_scaling", False)
         optimizer._step_supports_amp_scaling = True  # so GradScaler calls step, which refuses it
@@ -133,31 +146,40 @@ class GradientRelease:
     def refresh(self) -> None:
         """Cut the present parameters into windows, and hook those that are new or unfrozen."""
         self._members = self._optimizer.members()
+        self._flat = [each.param for each in self._members]
+        self._frozen = [param for param in self._flat if not param.requires_grad]
         by_window = groupby(self._members, key=lambda each: each.window)
         self._windows = {window: list(members) for window, members in by_window}
+        self._params_of = {
+            window: [each.param for each in members] for window, members in self._windows.items()
+        }
         self._window_of = {each.param: each.window for each in self._members}
-        self._trained = {param for param in self._window_of if param.requires_grad}
+        self._groups = []
         self._last.clear()
+        self._new_last.clear()
         for param in [param for param in self._hooks if param not in self._window_of]:
             self._hooks.pop(param).remove()
-        self._listen(self._trained)
+        self._listen(filter(REQUIRES_GRAD, self._flat))
         self._expect()
 
     def restart(self) -> None:
         """Expect a new backward."""
         self._arrived.clear()
         self._used.clear()
-        self._backend = None
+        self._backend, self._groups = None, []
         self._follow_groups()
         self._expect()
-        for window, last in self._last.items():
-            for each in self._windows[window]:
-                if each.param is not last and each.param in self._hooks:
-                    self._hooks.pop(each.param).remove()
+        for window in self._new_last:
+            last = self._last.get(window)
+            for param in self._params_of[window] if last is not None else ():
+                if param is not last and param in self._hooks:
+                    self._hooks.pop(param).remove()
+        self._new_last.clear()
 
     def finish(self) -> None:
         """Step the windows that backward left; refuse GradScaler."""
         self._follow_groups()
+        self._groups = []  # settings may have changed since backward
         optimizer = self._optimizer
         scaling = [name for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)]
         if scaling:  # set by GradScaler, which does not clear them after an error
@@ -169,15 +191,16 @@ class GradientRelease:
                 "handle.remove(), and start again from the weights before this backward"
             )
         if not self._arrived and optimizer.rehearse():
-            self._free(self._members)
+            self._free(self._flat)
         else:
             left = [each for each in self._members if each.param.grad is not None]
             for each in left:  # before any window is stepped
-                if each.param in self._used:
+                if id(each.param) in self._used:
                     raise _second_gradient(each.name)
             for window in {each.window: None for each in left}:
                 self._last.pop(window, None)  # its gradient did not come this time
                 self._step(window)
+            optimizer.settle_windows()
         self.restart()
 
     # -------------------------------------------------------------------------------- in backward
@@ -191,19 +214,21 @@ class GradientRelease:
                 self._expect()  # parameters may have been frozen or unfrozen since
             if param not in self._window_of:  # it was removed from its group
                 return
-            if param in self._arrived or param in self._used:
+            if param in self._arrived or id(param) in self._used:
                 raise _second_gradient(
                     next(each.name for each in self._members if each.param is param)
                 )
             self._arrived.add(param)
             window = self._window_of[param]
-            missing = self._missing_after(param, window)
-            if not missing:
-                own = [each.param for each in self._windows[window]]
-                used = [other for other in own if other.grad is not None]
+            if not self._missing_after(param, window):
+                used = self._params_of[window]
+                if has_none(map(GRAD, used)):
+                    used = [other for other in used if other.grad is not None]
                 self._step(window)
-                self._last[window] = param
-                self._used.update(used)
+                if self._last.get(window) is not param:
+                    self._last[window] = param
+                    self._new_last.append(window)
+                self._used.update(zip(map(id, used), used, strict=True))
 
     def _missing_after(self, param: Tensor, window: int) -> set[Tensor]:
         """The gradients of a window that are yet to come; from now on their hooks are there."""
@@ -222,7 +247,9 @@ class GradientRelease:
 
     def _absent(self, window: int) -> set[Tensor]:
         """The trainable parameters of a window that have no gradient."""
-        own = (each.param for each in self._windows[window])
+        own = self._params_of[window]
+        if not has_none(map(GRAD, own)):
+            return set()
         return {other for other in own if other.requires_grad and other.grad is None}
 
     def _listen(self, params: Iterable[Tensor]) -> None:
@@ -235,26 +262,35 @@ class GradientRelease:
 
     def _step(self, window: int) -> None:
         """Step the members of a window that have a gradient, and free it."""
-        members = self._windows[window]
-        if all(each.param.grad is None for each in members):
+        flat = self._params_of[window]
+        if all(map(operator.is_, map(GRAD, flat), repeat(None))):
             return
+        rates = [*map(RATE, self._optimizer.param_groups)]
+        if not self._groups or not all(map(operator.is_, rates, self._rates)):
+            self._groups, self._rates = self._optimizer.group_steps(), rates
+        self._optimizer.step_window(self._windows[window], flat, self._groups, self._choose_backend)
+        self._free(flat)
+
+    def _choose_backend(self) -> Backend:
+        """The backend of windows that have no fused plan."""
         if self._backend is None:
             self._backend = self._optimizer.choose_backend(self._members)
-        self._optimizer.step_window(members, self._backend)
-        self._free(members)
+            if self._backend == "torch":  # then for all windows
+                self._optimizer.drop_plans()
+        return self._backend
 
     @staticmethod
-    def _free(members: list[Member]) -> None:
-        for each in members:
-            each.param.grad = None
+    def _free(params: list[Tensor]) -> None:
+        for param in params:
+            param.grad = None
 
     def _expect(self) -> None:
         """Expect a gradient of every trainable parameter that has not had one."""
         self._missing = {}
-        for window, members in self._windows.items():
+        for window, params in self._params_of.items():
             if window in self._last:
                 continue
-            own = [each.param for each in members if each.param.requires_grad]
+            own = [param for param in params if param.requires_grad]
             self._missing[window] = {param for param in own if param not in self._arrived}
             self._listen(own)
 
@@ -266,11 +302,17 @@ class GradientRelease:
     def _is_outdated(self) -> bool:
         """Whether parameters were replaced, or unfrozen, since `refresh`."""
         groups: list[dict[str, Any]] = self._optimizer.param_groups
-        flat = [param for group in groups for param in group["params"]]
-        return len(flat) != len(self._members) or any(
-            param is not each.param or (param.requires_grad and param not in self._trained)
-            for param, each in zip(flat, self._members, strict=True)
+        flat = [*chain.from_iterable(map(PARAMS, groups))]
+        return (
+            len(flat) != len(self._flat)
+            or not all(map(operator.is_, flat, self._flat))
+            or any(map(REQUIRES_GRAD, self._frozen))
         )
+
+
+def has_none(values: Iterable[object]) -> bool:
+    """Whether a value is None; tensors are not compared."""
+    return any(map(operator.is_, values, repeat(None)))
 
 
 @_disable_dynamo

@@ -15,7 +15,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, cast, get_args
 
@@ -292,9 +292,10 @@ class Execution:
             raise ValueError("foreach=True and fused=True exclude each other; set one of them")
 
     @classmethod
-    def names(cls) -> list[str]:
+    @cache
+    def names(cls) -> tuple[str, ...]:
         """The settings' names, which are keys of a parameter group."""
-        return [f.name for f in fields(cls)]
+        return tuple(f.name for f in fields(cls))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,9 +329,10 @@ class Settings:
         return cls(**{name: group[name] for name in cls.names() if name in group})
 
     @classmethod
-    def names(cls) -> list[str]:
+    @cache
+    def names(cls) -> tuple[str, ...]:
         """The settings' names, which are keys of a parameter group."""
-        return [f.name for f in fields(cls)]
+        return tuple(f.name for f in fields(cls))
 
     def as_group(self) -> dict[str, Any]:
         """The settings as a parameter group; a tensor `lr` is not copied."""

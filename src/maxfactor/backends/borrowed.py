@@ -33,7 +33,9 @@ def borrowed_bytes(inputs: Sequence[StepInput], *, by_window: bool) -> int:
     from maxfactor.backends.triton.borrowed import borrowed_bytes as by_kernels
 
     found = [by_kernels(window) for window in windows]
-    return sum(kept for kept, _ in found) + max(temporary for _, temporary in found)
+    # Windows share one workspace, which stays while gradients are released.
+    workspace, signs = max(each.workspace for each in found), max(each.signs for each in found)
+    return sum(each.kept for each in found) + workspace + signs
 
 
 def _by_torch(inputs: Sequence[StepInput]) -> int:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from maxfactor.backends.step_io import GroupStep, StepInput, StepRecord
     from maxfactor.backends.triton.inputs import Seen
+    from maxfactor.backends.triton.sharing import Sharing
     from maxfactor.backends.triton.step import FusedStep
     from maxfactor.settings import Execution
 
@@ -23,12 +24,12 @@ class Runner:
     """What is kept from one step to the next: the fused plan, the guard, the last step sizes.
 
     Args:
-        replays: Whether fused steps may be replayed as CUDA graphs.
+        sharing: What the fused plans of windows share; None for all parameters of an optimizer.
     """
 
-    def __init__(self, *, replays: bool = True) -> None:
+    def __init__(self, sharing: Sharing | None = None) -> None:
         self._guard = Guard()
-        self._replays = replays
+        self._sharing = sharing
         self.fused: FusedStep | None = None
         self._result = StepResult()
         self._stepped: list[Tensor] = []
@@ -49,9 +50,7 @@ class Runner:
         """Plan the fused step. Imported here, because the torch backend does not need Triton."""
         from maxfactor.backends.triton.step import make_step
 
-        self.fused = make_step(inputs, flat, groups, self.fused, idle)
-        if not self._replays:
-            self.fused.replay.enabled = False
+        self.fused = make_step(inputs, flat, groups, self.fused, idle, self._sharing)
 
     def run_torch(
         self, inputs: Sequence[StepInput], execution: Execution, *, records: bool = False

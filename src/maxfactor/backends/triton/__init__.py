@@ -8,6 +8,7 @@
 - `launches`: the launches, with their arguments;
 - `orthogonal`, `products`, `workspace`, `lanes`: orthogonal directions, the memory they borrow, and
   the streams they are launched on;
+- `replay`, `sharing`: CUDA graphs of the launches, and what the plans of windows share for them;
 - `rounds`: the same of matrices that are cut over ranks;
 - `rank_totals`, `rank_messages`, `messages`: sums and maxima over ranks, for sharded parameters;
 - `kernels`: the kernels.

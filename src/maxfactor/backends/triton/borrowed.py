@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from maxfactor.backends.triton.buffers import Buffers
 from maxfactor.backends.triton.local_parameters import local_parameter
@@ -17,8 +17,16 @@ if TYPE_CHECKING:
     from maxfactor.backends.step_io import StepInput
 
 
-def borrowed_bytes(inputs: Sequence[StepInput]) -> tuple[int, int]:
-    """Bytes that a plan keeps between steps, and bytes for the time of a step.
+class Borrowed(NamedTuple):
+    """Bytes of a plan."""
+
+    kept: int  # between steps
+    workspace: int  # in which orthogonal matrices are iterated
+    signs: int  # for the time of a step
+
+
+def borrowed_bytes(inputs: Sequence[StepInput]) -> Borrowed:
+    """The bytes of a plan.
 
     Args:
         inputs: The parameters of the plan, on the meta device.
@@ -34,4 +42,4 @@ def borrowed_bytes(inputs: Sequence[StepInput]) -> tuple[int, int]:
     kept = sum(tensor.nbytes for tensor in (*buffers.partials, *buffers.results))
     tables = 8 * sum(map(len, plan.matrices)) + 12 * len(plan.tasks)  # int64, three int32
     tables += 4 * (plan.tile_count + sum(group.block_count for group in plan.groups))
-    return kept + tables, buffers.sign_bytes + orthogonal.workspace.nbytes
+    return Borrowed(kept + tables, orthogonal.workspace.nbytes, buffers.sign_bytes)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from array import array
-from itertools import chain, repeat
+from functools import reduce
+from itertools import chain, compress, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -92,8 +93,6 @@ class Inputs:
         self._runs = list(self._cut(step_io))
         self._param_guard = None if self._has_shards else guard_of(self.owners)
         self._aligned = [key.aligned for key in keys]
-        # What no address of an aligned tensor may have.
-        self._odd_bits = torch.tensor([15 * fit for fit in self._aligned], device="cpu")
         local = [each.param for each in params]
         self._layouts = layouts(local)
         # The kernels write these in place of parameters that are not contiguous.
@@ -103,12 +102,13 @@ class Inputs:
             if not param.is_contiguous()
         }
         # Where W, G, the signs and the directions were in the last step, and the table of them on
-        # the host; see `split_addresses`.
+        # the host, see `split_addresses`; it is written as an array, which is faster than a tensor.
         self._params_at: list[int] = []
         self._grads_at: list[int] = []
         self._borrowed: tuple[int, array[int]] = (0, array("q"))
         size = BEFORE_POINTERS + len(local) * len(Address)
-        self.addresses = torch.zeros(size, dtype=torch.int64, device="cpu")
+        self._table = array("q", bytes(8 * size))
+        self.addresses = torch.frombuffer(self._table, dtype=torch.int64)
         self._has_copies = False  # the table has addresses of copies
         self._versions = -1  # the sum of autograd's versions after the last step
 
@@ -152,9 +152,8 @@ class Inputs:
         if not (seen.params_moved or seen.grads_moved):
             return seen
         # Tensors moved: they must still be laid out as the plan expects.
-        params_at = seen.params_at if seen.params_moved else None
-        for places in (params_at, seen.grads_at):
-            if places is not None and bool((as_tensor(places) & self._odd_bits).any()):
+        for places in (seen.params_at if seen.params_moved else [], seen.grads_at):
+            if reduce(operator.or_, compress(places, self._aligned), 0) & 15:
                 return None
         as_planned = self._param_guard is not None and self._param_guard.check(*seen.params)
         return seen if as_planned or layouts(seen.params) == self._layouts else None
@@ -225,16 +224,15 @@ class Inputs:
 
     def _tabulate(self, params_at: list[int] | None, grads_at: list[int]) -> None:
         """Write the table of addresses; those of parameters only if they moved."""
-        signs_at, orthogonal = self._borrowed
-        parts = split_addresses(self.addresses)
-        parts["signs_at"].fill_(signs_at)
-        pointers = parts["pointers"]
-        pointers[:, Address.GRAD] = as_tensor(grads_at)
-        pointers[:, Address.ORTHOGONAL] = as_tensor(orthogonal)
+        table, (signs_at, orthogonal) = self._table, self._borrowed
+        table[0] = signs_at
+        table[column_of(Address.GRAD)] = array("q", grads_at)
+        table[column_of(Address.ORTHOGONAL)] = orthogonal
         if params_at is not None:
-            pointers[:, Address.WEIGHT] = as_tensor(params_at)
+            weights_at = array("q", params_at)
             for i, stand_in in self._stand_ins.items():
-                pointers[i, Address.WEIGHT] = stand_in.data_ptr()
+                weights_at[i] = stand_in.data_ptr()
+            table[column_of(Address.WEIGHT)] = weights_at
 
     def _placed_as_owners(self, grads: list[Tensor], here: list[Tensor]) -> list[Tensor]:
         """What this rank holds of the gradients, each placed as its parameter; `here` if all are.
@@ -281,9 +279,9 @@ def split_addresses(table: Tensor) -> dict[str, Tensor]:
     return {"signs_at": table[:1], "pointers": pointers}
 
 
-def as_tensor(values: Sequence[int]) -> Tensor:
-    """Addresses as a tensor; several times faster than torch.tensor."""
-    return torch.frombuffer(array("q", values), dtype=torch.int64)
+def column_of(kind: Address) -> slice:
+    """Where the addresses of one kind are in the table."""
+    return slice(BEFORE_POINTERS + kind, None, len(Address))
 
 
 def layouts(params: Sequence[Tensor]) -> list[tuple[object, ...]]:

@@ -16,6 +16,7 @@ import torch
 from maxfactor.backends.triton.kernels.layout import Column, Flag
 from maxfactor.backends.triton.plan import TileRange
 from maxfactor.backends.triton.products import multiply, symmetric
+from maxfactor.backends.triton.replay import is_in_order
 from maxfactor.backends.triton.workspace import (
     INTERPRETED,
     ON_DEVICE,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from maxfactor.backends.triton.local_parameters import LocalParameter
     from maxfactor.backends.triton.plan import LaunchKey, LaunchPlan
+    from maxfactor.backends.triton.sharing import Sharing
     from maxfactor.rule.newton_schulz import Coefficients
     from maxfactor.settings import BlockSide
 
@@ -84,11 +86,16 @@ class Workspace:
         *self.starts, self.nbytes = accumulate(sizes, initial=0)
         self._formats, self._device = formats, device
         self._buffer: Tensor | None = None
+        self.sharing: Sharing | None = None  # with other windows
 
     def allocate(self) -> int:
-        """Borrow the memory from torch; return its address, where y and the result are."""
-        elements = self.nbytes // self._formats.o.itemsize
-        self._buffer = torch.empty(elements, dtype=self._formats.o, device=self._device)
+        """Borrow the memory, from torch or of all windows; return where y and the result are."""
+        memory = None
+        if self.sharing is not None and is_in_order(self._device):
+            memory = self.sharing.memory(self.nbytes)
+        if memory is None:
+            memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+        self._buffer = memory.view(self._formats.o)
         return self._buffer.data_ptr()
 
     @property

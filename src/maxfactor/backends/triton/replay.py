@@ -2,7 +2,8 @@
 
 A graph holds the arguments of its launches. Parameters, gradients, learning rates and step counts
 are found through tables on the device, so they may change from step to step. What a step borrows
-from torch's allocator has its address in the arguments: another address is another graph.
+from torch's allocator has its address in the arguments: another address is another graph. While
+gradients are released, the windows share memory that stays in place, see `sharing`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Replay:
         self.captured = self.replayed = 0  # how many graphs, and steps
         self._counts: Counter[LaunchArguments] = Counter()
         self._graphs: dict[LaunchArguments, torch.cuda.CUDAGraph] = {}  # last used last
+        self.is_deferred = False  # `run` does not capture, but leaves that to `capture`
+        self._pending: LaunchArguments | None = None  # for it
 
     def run(self, arguments: LaunchArguments, launch: Callable[[], None]) -> None:
         """Replay the launches if they were captured; else launch, and capture if it is time.
@@ -59,13 +62,26 @@ class Replay:
             return
         graph = self._graphs.pop(arguments, None)
         if graph is None and self._is_due(arguments):
-            graph = self._capture(launch)
+            if self.is_deferred:
+                self._pending = arguments
+            else:
+                graph = self._capture(launch)
         if graph is None:
             launch()  # a capture that failed has run nothing
             return
         self._graphs[arguments] = graph
         graph.replay()
         self.replayed += 1
+
+    def take_pending(self) -> LaunchArguments | None:
+        """The arguments that `run` would have captured, once."""
+        pending, self._pending = self._pending, None
+        return pending
+
+    def capture(self, arguments: LaunchArguments, launch: Callable[[], None]) -> None:
+        """Capture the launches for later steps with these arguments; nothing is run."""
+        if self.may_replay and (graph := self._capture(launch)) is not None:
+            self._graphs[arguments] = graph
 
     @property
     def may_replay(self) -> bool:
@@ -133,6 +149,12 @@ def has_graphs(device: torch.device) -> bool:
 def is_default_stream(device: torch.device) -> bool:
     """Whether kernels are launched on the device's default stream."""
     return torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
+
+
+def is_in_order(device: torch.device) -> bool:
+    """Whether what is launched now runs after all that used the memory of windows before."""
+    # A graph of the user is captured on another stream, and replayed at any time.
+    return not has_graphs(device) or is_default_stream(device)
 
 
 @lru_cache

@@ -6,6 +6,7 @@ rates if they changed, and launches, or replays the launches as a CUDA graph.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +26,6 @@ from maxfactor.backends.triton.rank_totals import RankTotals
 from maxfactor.backends.triton.record import Recorder
 from maxfactor.backends.triton.replay import LaunchArguments, Replay
 from maxfactor.backends.triton.rounds import OrthogonalRounds, exchanges_of
-from maxfactor.backends.triton.settings_rows import fixed_settings
 from maxfactor.backends.triton.status import StepStatus
 from maxfactor.backends.triton.uploads import Uploads, is_capturing, on_device
 from maxfactor.distributed.reductions import process_groups
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from maxfactor.backends.step_io import GroupStep, StepInput
     from maxfactor.backends.triton.inputs import Gathered, Seen
     from maxfactor.backends.triton.orthogonal import Batch
+    from maxfactor.backends.triton.sharing import Sharing
 
 
 class FusedStep:
@@ -50,6 +51,7 @@ class FusedStep:
         status: The status of a predecessor, whose counters are carried on.
         idle: The optimizer's other parameters. They choose the kernels together with those that
             are stepped, so that the result does not depend on who is stepped together.
+        sharing: What the plan of a window shares with those of others.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class FusedStep:
         groups: Sequence[GroupStep],
         status: StepStatus | None = None,
         idle: Sequence[StepInput] = (),
+        sharing: Sharing | None = None,
     ) -> None:
         self._device = step_io[0].param.device
         for each in step_io:
@@ -74,9 +77,9 @@ class FusedStep:
         params, keys = [params[i] for i in order], [keys[i] for i in order]
         ordered = [step_io[i] for i in order]
         ranks = process_groups(each.param for each in step_io)
-        self._fixed = [*map(fixed_settings, groups)]
         self._uploads = uploads = Uploads(self._device)
-        self._group_tables = GroupTables(groups, uploads)
+        self._sharing, make_tables = sharing, partial(GroupTables, groups, uploads)
+        self._group_tables = sharing.tables_of(groups, make_tables) if sharing else make_tables()
         plan = LaunchPlan(
             params,
             keys,
@@ -90,6 +93,7 @@ class FusedStep:
         names = [each.name for each in ordered]
         self.status = StepStatus(names, self._device, status, waits=bool(ranks))
         self._orthogonal = OrthogonalBatches(params, keys, plan)
+        self._orthogonal.workspace.sharing = sharing
         formats = self._orthogonal.formats
         self._rounds = OrthogonalRounds(exchanges, order, keys, plan, formats, self._device)
         most_tiles = max(self._orthogonal.most_tiles, self._rounds.most_tiles)
@@ -112,6 +116,7 @@ class FusedStep:
         self._scaled = Scaling(is_scaled=True, grad_scale=zero + 1.0, found_inf=zero.clone())
         self._step_sizes = buffers.results.scalars[:, Scalar.ALPHA]
         self.replay = Replay(self._device)
+        self.replay.is_deferred = sharing is not None
         if ranks:
             self.replay.enabled = False  # no collectives in a graph
 
@@ -147,8 +152,7 @@ class FusedStep:
         self, flat: Sequence[Tensor], groups: Sequence[GroupStep], states: Mapping[Tensor, object]
     ) -> Seen | None:
         """What is there for `step`, if it is all that of the plan, else None; changes nothing."""
-        fixed = [*map(fixed_settings, groups)]
-        return self._inputs.fit(flat, states) if fixed == self._fixed else None
+        return self._inputs.fit(flat, states) if self._group_tables.fit(groups) else None
 
     def step(
         self,
@@ -167,6 +171,8 @@ class FusedStep:
         capturing = is_capturing(self._device)
         if not capturing:  # a capture may not ask whether an event has passed
             self.status.raise_if_given_up()
+            if self._sharing is not None:
+                self._sharing.follow(self._device)
         self._group_tables.update_rates(groups)
         orthogonal = self._rounds.allocate(self._orthogonal.allocate())
         signs = self._buffers.sign_bits()
@@ -199,6 +205,33 @@ class FusedStep:
         elif check:
             self.status.request_report()
         return StepResult(self._step_sizes, record=record)
+
+    @property
+    def device(self) -> torch.device:
+        """The parameters' device."""
+        return self._device
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What orthogonal matrices are iterated in."""
+        return self._orthogonal.workspace.nbytes
+
+    def capture_pending(self) -> None:
+        """Capture the launches that `replay` waits for; nothing is run."""
+        if (due := self.replay.take_pending()) is None:
+            return
+        scaling = self._scaled if due.is_scaled else self._unscaled
+
+        def launch() -> None:
+            self._launch(
+                self._launches, self._tables, scaling, check=due.check, measure=due.measure
+            )
+
+        self._orthogonal.allocate()
+        if self._orthogonal.workspace.address == due.workspace_at:  # else it has moved since
+            with on_device(self._device):
+                self.replay.capture(due, launch)
+        self._orthogonal.workspace.release()
 
     def _scaling(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> Scaling:
         """What GradScaler handed over, in memory of the plan."""
@@ -285,6 +318,8 @@ def make_step(
     groups: Sequence[GroupStep],
     previous: FusedStep | None = None,
     idle: Sequence[StepInput] = (),
+    sharing: Sharing | None = None,
 ) -> FusedStep:
     """Plan the steps of a list of tensors; the counters of a `previous` plan are carried on."""
-    return FusedStep(step_io, flat, groups, None if previous is None else previous.status, idle)
+    status = None if previous is None else previous.status
+    return FusedStep(step_io, flat, groups, status, idle, sharing)
