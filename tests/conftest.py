@@ -6,6 +6,7 @@ missing (`make test-gpu` takes the Python that is there), the files that import 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ import torch.distributed as dist
 from interpreter import speed_up_interpreter
 from process_state import changes, process_state
 from ranks import Ranks
+
+# What is imported stays. To look through it for garbage takes a third of the time of all imports.
+gc.disable()
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -72,6 +76,7 @@ NEEDING_SPEECH = [
     "test_speech_*.py",
     "test_suite.py",
 ]
+collect_ignore = ["preloaded.py"]  # it is for another process, and ends what begins above
 collect_ignore_glob = NEEDING_SPEECH if MISSING else []
 
 
@@ -93,6 +98,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Put long tests first, where several workers share the tests."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not any(name in item.nodeid for name in LONG))
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage in what the tests make, and not in what was imported for them."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
