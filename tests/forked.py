@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+
 def context() -> BaseContext:
     """Where processes are started; what has a GPU cannot be forked."""
     if torch.cuda.is_available() or "forkserver" not in mp.get_all_start_methods():
