@@ -7,6 +7,7 @@ missing (`make test-gpu` takes the Python that is there), the files that import 
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from forked import context
 from interpreter import speed_up_interpreter
 from process_state import changes, process_state
 from ranks import Ranks
@@ -141,6 +143,13 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=limit)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are forked where they would be spawned: they need not import torch again."""
+    server = context()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _=None: server)
 
 
 @pytest.fixture(scope="session")

@@ -154,6 +154,7 @@ def test_wrong_comparisons_are_refused(names: list[str], seeds: int, message: st
         Comparison(BASE, names, seeds)
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_finished_trainings_are_reused(tmp_path: Path) -> None:
     cache, out = tmp_path / "cache", tmp_path / "out"
     said: list[str] = []
