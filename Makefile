@@ -18,8 +18,9 @@ NEWEST_PYTHON ?= python3.13
 TORCH_INDEX ?=
 OLDEST_TORCH := $(shell sed -n 's/^dependencies = \["torch>=\(.*\)"\]/\1/p' pyproject.toml)
 
-# Plugins that other packages bring, such as hydra's, take seconds to import in each process.
-PLUGINS := --disable-plugin-autoload -p xdist -p timeout -p hypothesispytest
+# Plugins that other packages bring, such as hydra's, take seconds to import in each process. That
+# of logging looks at every logger of every package three times in each test.
+PLUGINS := --disable-plugin-autoload -p no:logging -p xdist -p timeout -p hypothesispytest
 # A test that hangs is named and ends its worker; the others go on.
 PYTEST_OPTIONS := $(PLUGINS) -n $(JOBS) --timeout 300 --timeout-method thread
 PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)

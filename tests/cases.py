@@ -104,7 +104,7 @@ MOMENTUM_VARIANTS: dict[str, dict[str, Any]] = {
     "bounds": {"kappa_bounds": (0.1, 0.6), "min_lr": 0.1, "eps_rms": 0.1},
 }
 
-STEPS = 8
+STEPS = 6
 ZERO_AT = 3  # the step without a gradient signal; after the warm-up of FAM in MOMENTA
 
 SWITCHES = {field.name for field in fields(Switches)}

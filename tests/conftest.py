@@ -6,6 +6,8 @@ missing (`make test-gpu` takes the Python that is there), the files that import 
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -18,9 +20,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from forked import context
 from interpreter import speed_up_interpreter
 from process_state import changes, process_state
 from ranks import Ranks
+
+# What is imported stays. To look through it for garbage takes a third of the time of all imports.
+gc.disable()
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -72,6 +78,7 @@ NEEDING_SPEECH = [
     "test_speech_*.py",
     "test_suite.py",
 ]
+collect_ignore = ["preloaded.py"]  # it is for another process, and ends what begins above
 collect_ignore_glob = NEEDING_SPEECH if MISSING else []
 
 
@@ -93,6 +100,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Put long tests first, where several workers share the tests."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not any(name in item.nodeid for name in LONG))
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage in what the tests make, and not in what was imported for them."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -129,6 +143,13 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=limit)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are forked where they would be spawned: they need not import torch again."""
+    server = context()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _=None: server)
 
 
 @pytest.fixture(scope="session")

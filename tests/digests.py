@@ -1,4 +1,4 @@
-"""What every recipe leaves after 20 steps: a digest for each backend and dtype.
+"""What every recipe leaves after 10 steps: a digest for each backend and dtype.
 
     python tests/digests.py --check     compares with tests/digests.json
     python tests/digests.py             writes it anew
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from maxfactor import Adafactor, MaxFactor, for_model, recipe
 
 FILE = Path(__file__).with_name("digests.json")
-STEPS = 20
+STEPS = 10
 FUSED_STEPS = 6  # Triton's interpreter takes a second for each
 PUBLISHED = ("published-0.1", "published-0.2", "published-0.3", "published-1.0")
 OWN = ("lean", "fast", "quality")

@@ -11,20 +11,12 @@ import os
 import runpy
 import signal
 import sys
+from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
+import pytest
 import torch
-
-PRELOADED = [
-    "pytest",
-    "torch._dynamo",  # which comes with the first step of any optimizer
-    "torch.distributed.tensor",
-    "torch.distributed.checkpoint",
-    "transformers.models.whisper.modeling_whisper",
-    "transformers.models.whisper.processing_whisper",
-    "triton",
-]
 
 
 def context() -> BaseContext:
@@ -32,8 +24,16 @@ def context() -> BaseContext:
     if torch.cuda.is_available() or "forkserver" not in mp.get_all_start_methods():
         return mp.get_context("spawn")
     server = mp.get_context("forkserver")
-    server.set_forkserver_preload(PRELOADED)
+    server.set_forkserver_preload(["preloaded"])
+    with pytest.MonkeyPatch.context() as patch:  # the server looks there, and nowhere else
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *_given_paths()]))
+        forkserver.ensure_running()
     return server
+
+
+def _given_paths() -> list[str]:
+    given = os.environ.get("PYTHONPATH")
+    return given.split(os.pathsep) if given else []
 
 
 class Command:

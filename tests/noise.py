@@ -41,7 +41,7 @@ def prepared(width: int = 64, layers: int = 2) -> Prepared:
     """The same each time."""
     torch.manual_seed(0)
     codec = Codec.build(LETTERS, "characters")
-    model = whisper(codec, Size(width, layers, 2), seconds=2, max_tokens=32)
+    model = whisper(codec, Size(width, layers, 2), seconds=2, max_tokens=18)
     return Prepared(Noise(24), Noise(6), model, codec)
 
 

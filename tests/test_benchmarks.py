@@ -353,6 +353,7 @@ def lines(path: Path) -> list[Record]:
 LEAN = ("lean", "lean, clip of the update at 1")
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rows of three tasks from the data to the report, interrupted and resumed."""
     study(tmp_path, "bands", "--only", "1 band", "--stage", "search")

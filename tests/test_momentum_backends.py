@@ -85,7 +85,8 @@ def test_large_matrices_in_blocks(
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_other_settings(direction: str, variant: str, backend: str) -> None:
     """With and without a momentum in turn: each variant, direction and backend meets both."""
-    cases = [problem(shape, steps=STEPS) for shape in [*SHAPES.values(), *LONG_ROWS.values()]]
+    shapes = [(), (9,), (31, 7), (7, 31), (12, 5, 3), (0, 5), (5, 130)]
+    cases = [problem(shape, steps=STEPS) for shape in shapes]
     turn = list(MOMENTUM_VARIANTS).index(variant) + DIRECTIONS.index(direction)
     momentum = ("none", "fam")[(turn + BACKENDS.index(backend)) % 2]
     settings = settings_for(momentum, "fp32", direction, "current") | MOMENTUM_VARIANTS[variant]

@@ -25,7 +25,7 @@ from ranks import Ranks, mesh_of
 Shape = tuple[int, ...]
 Layout = tuple[int | None, ...]  # the cut dimension for each mesh dimension, None for copies
 
-STEPS = 5  # one of them has a gradient of zeros
+STEPS = 4  # the last of them has a gradient of zeros
 SHAPES = [
     (8, 4),
     (7, 5),
@@ -106,7 +106,10 @@ def same(ours: Tensor, theirs: Tensor, what: str, noise: float = 1e-6) -> None:
     if ours.dtype == torch.int8:
         assert int((ours.int() - theirs.int()).abs().sum()) <= 2, what  # on the edge of a code
         return
-    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=noise * size, msg=lambda m: what + m)
+    if not torch.equal(ours, theirs):  # as they mostly are, and faster to see
+        torch.testing.assert_close(
+            ours, theirs, rtol=2e-6, atol=noise * size, msg=lambda m: what + m
+        )
 
 
 def same_state(ours: dict[str, Tensor], theirs: dict[str, Tensor], what: str) -> None:
@@ -313,8 +316,8 @@ def test_messages_of_a_step(
     four: Ranks, layout: Layout, settings: dict[str, Any], expected: int
 ) -> None:
     """At most three for each process group, whatever the number of parameters; no gathering."""
-    shapes = [(8, 4), (9,), (7, 5), (4, 4, 2)] * 4
-    for count in (1, 16):
+    shapes = [(8, 4), (9,), (7, 5), (4, 4, 2)] * 2
+    for count in (1, 8):
         assert four.run(messages, count, layout, settings, shapes)[0] == (expected, expected)
 
 
@@ -334,8 +337,8 @@ def test_messages_of_the_orthogonal_direction(
     four: Ranks, layout: Layout, all_messages: int, reductions: int
 ) -> None:
     """All matrices to their owners in one message for each process group, and back in another."""
-    settings, shapes = {"direction": "orthogonal"}, [(8, 4), (7, 5), (4, 4, 2), (1, 6)] * 4
-    for count in (1, 16):
+    settings, shapes = {"direction": "orthogonal"}, [(8, 4), (7, 5), (4, 4, 2), (1, 6)] * 2
+    for count in (1, 8):
         found = four.run(messages, count, layout, settings, shapes)[0]
         assert found == (all_messages, reductions)
 

@@ -53,6 +53,7 @@ BASE = Settings(
     steps=2, batch_size=2, utterances=8, validation_utterances=2, evaluate_every=1, device="cpu"
 )
 SILENT = RunLines(lambda _: None)
+FORKING = Path(__file__).with_name("forking_application.py")
 BROWSER = shutil.which("chromium") or shutil.which("chromium-headless-shell")
 
 
@@ -153,6 +154,7 @@ def test_wrong_comparisons_are_refused(names: list[str], seeds: int, message: st
         Comparison(BASE, names, seeds)
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_finished_trainings_are_reused(tmp_path: Path) -> None:
     cache, out = tmp_path / "cache", tmp_path / "out"
     said: list[str] = []
@@ -355,19 +357,23 @@ def until(holds: Callable[[], bool], seconds: float = 120.0) -> bool:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals and locks of POSIX")
 @pytest.mark.parametrize(
-    ("number", "to_all"),
-    [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, True)],
+    ("number", "to_all", "script"),
+    [
+        (signal.SIGTERM, False, None),
+        (signal.SIGTERM, True, FORKING),
+        (signal.SIGINT, True, FORKING),
+    ],
     ids=["kill", "a scheduler", "Ctrl-C"],
 )
 def test_a_stopped_comparison_saves_and_ends_its_trainings(
-    tmp_path: Path, number: signal.Signals, to_all: bool
+    tmp_path: Path, number: signal.Signals, to_all: bool, script: Path | None
 ) -> None:
     out = tmp_path / "out"
     # One evaluation at its end: so the training would go on for long.
     options = ["--steps=20000", "--evaluate-every=20000"]
     rate = f"{default_lr('quality'):g}"
     metrics = out / "runs" / f"quality-lr{rate}-steps20000-seed0" / "metrics.jsonl"
-    started = Command(arguments(out, tmp_path / "cache", *options), tmp_path / "said")
+    started = Command(arguments(out, tmp_path / "cache", *options), tmp_path / "said", script)
     try:
         assert until(lambda: has_stepped(metrics.parent))
         assert trains(metrics.parent)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +13,7 @@ import transformers
 from torch.autograd.graph import saved_tensors_hooks
 from typer.testing import CliRunner
 
+from forked import Command
 from maxfactor import RECIPES
 from maxfactor.backends.dispatch import has_triton
 from maxfactor_speech import activations, memory
@@ -73,15 +71,15 @@ def test_large_whisper_fits_a_small_card() -> None:
 
 
 @pytest.mark.skipif(not has_triton(), reason="the estimates are those of the kernels")
-def test_the_tables_of_the_documents() -> None:
+def test_the_tables_of_the_documents(tmp_path: Path) -> None:
     """In a process of its own, since buffers of Triton's interpreter have other sizes."""
     saving = ["--gradient-checkpointing", "--release-gradients", "--json"]
-    command = [sys.executable, "-m", "maxfactor_speech", "memory", "large-v3", *saving]
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
+    compiled = {"TRITON_INTERPRET": "0"}
+    command = Command(["memory", "large-v3", *saving], tmp_path, environment=compiled)
+    assert command.wait() == 0
     table = (DOCS / "speed-and-memory.md").read_text(encoding="utf-8")
     whisper = (DOCS / "whisper-8gb.md").read_text(encoding="utf-8")
-    for row in json.loads(done.stdout):
+    for row in json.loads(command.said()[0]):
         parts = [row[part] / 1e9 for part in ("weights", "gradients", "state", "borrowed")]
         cells = [f"{part:.2f}".removeprefix("0").replace(".00", "0") for part in parts]
         active, total = row["activations"] / 1e9, row["total"] / 1e9

@@ -7,6 +7,7 @@ import os
 import shutil
 import tracemalloc
 from collections.abc import Callable
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -606,15 +607,16 @@ def damaged_set(folder: Path, damaged: tuple[int, ...] = (3,)) -> list[Recording
     return screen(find_data(table).train).kept
 
 
-def test_a_damaged_recording_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_recording_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the next shorter one, in every process and after resuming; one warning for each file."""
     kept = damaged_set(tmp_path)
-    data = RecordedUtterances(kept)
+    data, told = RecordedUtterances(kept), BufferingHandler(9)
+    monkeypatch.setattr(recordings_module.logger, "handlers", [told])
     assert data[3].text == data[2].text == "word c"
     np.testing.assert_array_equal(data[3].samples, data[2].samples)
     assert data[4].text == "word e"
-    assert len(caplog.records) == 1
-    message = caplog.records[0].getMessage()
+    assert len(told.buffer) == 1
+    message = told.buffer[0].getMessage()
     assert message.startswith(f"{tmp_path / '3.flac'}: cannot be read as audio")
     assert message.endswith("another recording takes its place (1 damaged so far)")
 

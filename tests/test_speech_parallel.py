@@ -55,7 +55,7 @@ def trained(settings: Settings, out: Path, shard: str | None, resume: bool = Fal
     """A training in one of the processes, as if `torchrun` had started it."""
     if shard is not None:
         as_torchrun()
-    return loop.train(settings, out, resume, prepared=prepared(32), shard=shard).step
+    return loop.train(settings, out, resume, prepared=prepared(32, 1), shard=shard).step
 
 
 def as_torchrun() -> None:
@@ -221,7 +221,7 @@ def test_processes_that_find_other_recordings_are_refused(two: Ranks, tmp_path: 
 
 def differs(out: Path) -> None:
     as_torchrun()
-    given = prepared(32)._replace(train=Noise(24 + dist.get_rank()))
+    given = prepared(32, 1)._replace(train=Noise(24 + dist.get_rank()))
     with pytest.raises(InputError, match="the processes found different recordings"):
         loop.train(BASE, out, prepared=given, shard="ddp")
 

@@ -214,6 +214,7 @@ def test_all_of_it() -> None:
     assert ("adamw-98", "length-32000-constant") in found
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_the_command(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In worker processes; the errors on test data are stored apart; a second run does nothing."""
     given = ["ours", "--optimizers", "lean", "--tasks", "llama", "--quick", "--jobs", "1"]

@@ -36,11 +36,9 @@ KINDS = ("hidden", "head", "vector")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quick_collections() -> Iterator[None]:
+def quick_collections() -> None:
     """A Trainer collects garbage after training: half a second if it looks at all of torch."""
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
