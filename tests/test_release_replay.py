@@ -38,6 +38,7 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window for each layer; captures after one step, and no real graphs on a CPU."""
     monkeypatch.setattr("maxfactor.windows.WINDOW", WIDTH * (WIDTH + 1))
     monkeypatch.setattr(replay, "SEEN_BEFORE", 1)
+    monkeypatch.setattr(sharing, "LEAST_KEPT", 1)  # byte
     if not ON_GPU:
         use_fake_graphs(monkeypatch)
 
@@ -173,6 +174,21 @@ def test_windows_have_one_workspace_until_removal() -> None:
 def test_recipes_without_orthogonal_matrices_keep_no_workspace() -> None:
     _, optimizer, _ = settled("lean")
     assert optimizer._sharing._memory is None
+
+
+@pytest.mark.gpu
+def test_a_small_workspace_is_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only the windows without one are replayed."""
+    monkeypatch.setattr(sharing, "LEAST_KEPT", 1 << 30)
+    model, optimizer = made("quality")
+    release_gradients(model, optimizer)
+    for step in (0, 1, 2, 5):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer._sharing._memory is None
+    for plan in plans_of(optimizer):
+        assert bool(plan.replay.replayed) == (plan.workspace_bytes == 0)
 
 
 @pytest.mark.gpu

@@ -356,9 +356,9 @@ def test_replays_wait_for_nothing_and_keep_no_memory(recipe: str) -> None:
         model.shift = []  # type: ignore[assignment]
         allocated.append(torch.cuda.memory_allocated())
     assert optimizer._fused is not None
-    assert optimizer._fused.replay.replayed >= 8
-    assert len(set(allocated[4:])) == 1
-    if not recipe.startswith("quality"):  # whose products have a workspace of cuBLAS
+    assert optimizer._fused.replay.replayed >= 6
+    assert len(set(allocated[6:])) == 1
+    if recipe.startswith("published"):  # products of the others have a workspace of cuBLAS
         assert allocated[-1] - allocated[2] <= 4096
 
 

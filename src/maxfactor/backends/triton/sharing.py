@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from maxfactor.backends.triton.step import FusedStep
 
 
+# Less memory is not kept: the few orthogonal matrices of `fast` and `lean` are launched one by one.
+# Graphs with products would need a workspace of cuBLAS besides, up to 32 MiB.
+LEAST_KEPT = 64 << 20
+
+
 class Sharing:
     """The tables of groups, and the memory in which orthogonal matrices are iterated.
 
@@ -72,12 +77,13 @@ class Sharing:
         if largest is not None and is_in_order(largest.device):
             self._keep(largest.workspace_bytes, largest.device)
         for plan in plans:
-            plan.capture_pending()
+            if not plan.workspace_bytes or self.memory(plan.workspace_bytes) is not None:
+                plan.capture_pending()
 
     def _keep(self, nbytes: int, device: torch.device) -> None:
         """Keep at least as much memory; if there is none, windows go on to borrow it."""
         size = 0 if self._memory is None else len(self._memory)
-        if nbytes <= size or self._has_failed:
+        if nbytes <= size or nbytes < LEAST_KEPT or self._has_failed:
             return
         self._memory = None  # before a larger one is allocated
         try:
