@@ -191,13 +191,11 @@ def assumed_size(shape: tuple[int, ...], scale: str) -> float:
 
 def first_size(own: float, assumed: float, scale: str) -> float:
     """The size that the first step has, and later ones."""
-    ranges = {  # of own sizes that do not count, in parts of the assumed one
-        "initial": [(0.0, 0.1)],
-        "usual": [(0.0, 0.1), (1.0 / 3.0, 1.0)],
-        "raised": [(0.0, 1.0)],
-    }[scale]
-    is_replaced = any(low * assumed <= own < high * assumed for low, high in ranges)
-    return assumed if is_replaced else own
+    if own < assumed * (1.0 if scale == "raised" else 0.1):
+        return assumed
+    if scale == "usual" and assumed / 3.0 <= own < assumed:
+        return math.sqrt(own * assumed)
+    return own
 
 
 def one_step(

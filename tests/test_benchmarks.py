@@ -463,8 +463,7 @@ def test_tables(table: str) -> None:
 def test_a_run_is_known_by_its_settings() -> None:
     """Not by how they are written: two tables share a run."""
     run = Run("fast", lr=0.02)
-    momentum = asdict(maxfactor.FAM(beta_max=0.84))
-    assert replace(run, settings={"momentum": momentum, "d": math.inf}).key == run.key
+    assert replace(run, settings={"weight_decay": 0.01, "d": math.inf}).key == run.key
     assert replace(run, settings={"scale": "current"}).key != run.key
     for other in (replace(run, lr=0.01), replace(run, seed=1), replace(run, batch=8)):
         assert other.key != run.key
@@ -487,8 +486,12 @@ def test_rows_have_the_decay_that_they_were_measured_with() -> None:
     now = recipe_groups("main", recipe_decay=True)
     assert stored["quality"]["hidden"]["weight_decay"] == 0.1
     assert "decay_by" not in stored["quality"]["hidden"]  # by lr
-    assert now["quality"]["hidden"] == group_settings(Run("quality", lr=0.01))["hidden"]
+    own = group_settings(Run("quality", lr=0.01))
+    assert now["quality"]["hidden"] == {**own["hidden"], "scale": "initial"}
     assert now["quality"]["conv"]["scale"] == "initial"  # sizes stay as they were measured
+    for name in ("quality", "fast", "lean"):  # ... and so do the directions of convolutions
+        assert group_settings(Run(name, lr=0.01))["conv"]["direction"] == "orthogonal"
+        assert now[name]["conv"]["direction"] == "factored"
     assert now["lean"] == stored["lean"]
     decays = {row.name: row.run.settings for row in entries_of("quality", recipe_decay=True)}
     assert decays["weight decay 0.2"] == {

@@ -329,7 +329,7 @@ def test_a_matrix_that_begins_at_zero_grows(backend: dict[str, Any], direction: 
         ("initial", (6, 8), 0.02, 1 / math.sqrt(3 * 8)),
         ("usual", (6, 8), 0.02, 1 / math.sqrt(3 * 8)),  # near zero
         ("usual", (6, 8), 0.06, 0.06),  # small on purpose
-        ("usual", (6, 8), 0.07, 1 / math.sqrt(3 * 8)),
+        ("usual", (6, 8), 0.07, math.sqrt(0.07 / math.sqrt(3 * 8))),
         ("usual", (6, 8), 0.3, 0.3),
         ("raised", (6, 8), 0.03, 0.1),
         ("raised", (2, 200, 4), 0.03, math.sqrt(2 / 800)),  # the more inputs, the smaller

@@ -84,8 +84,8 @@ class TensorRule:
     ramps: bool = False  # version 0.2: alpha = min(lr, size * min(1e-6 t, 1/sqrt(t)))
     absolute: bool = False  # Adafactor with an lr: alpha = lr
     keeps_initial_rms: bool = False  # the size in (3) is the RMS before the first step
-    raises_small: bool = False  # ... or the size that its shape suggests, if that is larger
-    spares_small: bool = False  # ... but not for a matrix that begins small on purpose
+    raises_small: bool = False  # ... or that of He's initialisation, if it is larger
+    averages_small: bool = False  # ... or the mean with what the shape suggests, if that is larger
     # (4) decay by lr, by rho, or by alpha if both are False
     weight_decay: float
     decays_by_lr: bool = False
@@ -482,8 +482,8 @@ class MaxFactorSettings(Settings):
             is_capped=switches.step_rule != "uncapped",
             ramps=switches.step_rule == "ramp",
             keeps_initial_rms=self.scale != "current",
-            raises_small=self.scale in ("raised", "usual"),
-            spares_small=self.scale == "usual",
+            raises_small=self.scale == "raised",
+            averages_small=self.scale == "usual",
             decays_by_lr=switches.decay_by == "lr",
             decays_by_rho=switches.decay_by == "relative_step",
             dense=is_vector or switches.full_matrix,

@@ -204,8 +204,8 @@ def as_float(t: float | Tensor) -> float | Tensor:
     return t.to(torch.float32) if isinstance(t, Tensor) else t
 
 
-# Of the size from its shape: a matrix that begins below the first counts as zero, one between them
-# begins small on purpose, such as the queries of a T5.
+# Of the size from its shape: a matrix that begins below the first counts as zero; one between them
+# is small on purpose, such as the queries of a T5, and with scale="usual" keeps its own size, too.
 NEAR_ZERO, ON_PURPOSE = 0.1, 1.0 / 3.0
 LARGEST_RAISED = 0.1  # to which scale="raised" raises the size of matrices with few inputs
 
@@ -220,7 +220,7 @@ def size_from_shape(shape: Shape, rule: TensorRule) -> float:
     if len(shape) < 2 or math.prod(shape) == 0:
         return 0.0
     fan_in = math.prod(shape[1:])
-    if rule.raises_small and not rule.spares_small:
+    if rule.raises_small:
         return min(LARGEST_RAISED, math.sqrt(2.0 / fan_in))
     return 1.0 / math.sqrt(3.0 * fan_in)
 

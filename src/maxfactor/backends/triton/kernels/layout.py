@@ -318,7 +318,7 @@ class Flag(IntFlag):
     ADAPTIVE = auto()  # FAM, with sums of its own
     INITIAL = auto()  # the step size is scaled by the initial RMS(W)
     RAISED = auto()  # ... which is at least the size from its shape
-    SPARED = auto()  # ... unless it begins small on purpose
+    AVERAGED = auto()  # ... which is averaged with the size from its shape, if that is larger
 
 
 ADDRESS = DeviceEnum(Address)
