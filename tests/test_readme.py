@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -15,6 +17,7 @@ import torch
 
 import maxfactor
 from maxfactor.recipes import PUBLISHED
+from studies.suite.choice import geometric_mean, ratio
 from studies.suite.search import error_of
 from studies.suite.tasks import MAIN, TASKS
 from studies.suite.variants import floors
@@ -240,6 +243,86 @@ def test_the_least_sizes_of_small_weights() -> None:
     assert better == {"quality": 7, "fast": 6}  # of ten: most, as the README says
 
 
+ORTHOGONAL = {"direction": "orthogonal", "momentum": 0.9, "nesterov": True}
+LEAN = {
+    "embedding": {"scale": "raised"},
+    "head": {"scale": "raised"},
+    "vector": {"eps": [1e-10, 0.1]},
+    "conv": {**ORTHOGONAL, "momentum_dtype": "int8", "scale": "raised", "lr_share": 1.0},
+}
+
+
+def trials_of(
+    task: str, optimizer: str, lr: float, *, log: bool = False, **how: Any
+) -> list[float]:
+    """The errors of seeds in the suite's file, with these settings; of a printed log, or not."""
+    return [
+        error_of(each)
+        for each in suite_trials()
+        if ("read_from" in each) == log
+        and {"settings": {}, "by_kind": {}, **each["trial"]}
+        == {
+            "settings": {}, "by_kind": {}, **how,
+            "task": task, "optimizer": optimizer, "lr": lr, "seed": each["trial"]["seed"],
+        }
+    ]  # fmt: skip
+
+
+@functools.cache
+def suite_trials() -> list[dict[str, Any]]:
+    lines = (RESULTS / "suite" / "trials.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def best_of(task: str, peer: str) -> list[float]:
+    """The seeds of a peer at the rate, and share, that is best with the first seed."""
+    found: dict[tuple[float, float], dict[int, float]] = {}
+    for each in suite_trials():
+        trial = each["trial"]
+        if (trial["task"], trial["optimizer"]) == (task, peer):
+            at = trial["lr"], trial.get("share", 0.0)
+            found.setdefault(at, {})[trial["seed"]] = error_of(each)
+    return list(min(found.values(), key=lambda seeds: seeds.get(0, math.inf)).values())
+
+
+def test_orthogonal_convolutions() -> None:
+    """A line for each task: recipes before and now, and peers at their best."""
+    ahead, fast, lean = [], [], []
+    for task in MAIN:
+        is_speech = TASKS[task].is_speech
+        before = [trials_of(task, *each) for each in (("quality", 0.04), ("fast", 0.08))]
+        quality = trials_of(task, "quality", 0.04, log=True)
+        has_convolutions = is_speech and TASKS[task].family != "lora"
+        conv = {"conv": {**ORTHOGONAL, "lr_share": 0.5}}
+        own_fast = trials_of(task, "fast", 0.08, by_kind=conv) if has_convolutions else before[1]
+        own_lean = trials_of(task, "lean", 0.04, settings={"scale": "current"}, by_kind=LEAN)
+        own_lean = own_lean or trials_of(task, "lean", 0.04, log=True)
+        adamw = min((best_of(task, name) for name in ("adamw-95", "adamw-98")), key=mean)
+        peers = [best_of(task, "soap"), best_of(task, "muon-matched"), adamw]
+        adafactor = best_of(task, "adafactor")
+        row = [before[0], quality, before[1], own_fast, trials_of(task, "lean", 0.028), own_lean]
+        cells = [shown_mean(errors, is_speech=is_speech) for errors in (*row, *peers, adafactor)]
+        assert f"| {task} | {' | '.join(cells)} |" in page("results")
+        best = min(map(mean, (*peers, adafactor)))
+        ahead.append(ratio(mean(quality), best, is_speech=is_speech))
+        fast.append(ratio(mean(own_fast), mean(adamw), is_speech=is_speech))
+        lean.append(ratio(mean(own_lean), mean(adafactor), is_speech=is_speech))
+    assert sum(each < 0.99 for each in ahead) == 8
+    said = re.sub(r"\s+", " ", page("results"))
+    assert "ahead of the best peer on eight of the twelve tasks" in said
+    for name, found, rival in (("fast", fast, "AdamW"), ("lean", lean, "Adafactor")):
+        average, worst = (f"{x:.2f}".removeprefix("0") for x in (geometric_mean(found), max(found)))
+        start = f"**`{name}`** makes {average} times the errors of {rival} at its best"
+        assert re.search(rf"{re.escape(start)}[^.]*, at worst {worst} times", said)
+
+
+def shown_mean(errors: list[float], *, is_speech: bool) -> str:
+    """The mean, and the number of seeds if there are not three."""
+    average = mean(errors)
+    digits = (2 if average < 1.0 else 1) if is_speech else 3
+    return f"{average:.{digits}f}" + (f" ({len(errors)})" if len(errors) < 3 else "")
+
+
 def test_gradients_of_noise() -> None:
     """A line for each recipe, and what must hold: no weight vanishes, and steps become smaller."""
     rows = {(row["recipe"], row["factor"]): row["looks"] for row in results("noise")["rows"]}
@@ -268,6 +351,22 @@ def test_memory_within_8_gb() -> None:
         assert not any(each["out_of_memory"] for each in row["tried"])
         assert f"{peak:.1f} GB with `{name}`" in said or name == "quality"
     assert "a batch of four fitted" in said
+
+
+def test_steps_within_8_gb() -> None:
+    for row in results("small_memory_h200_steps")["rows"]:
+        cells = f"{row['released']['peak_gb']:.2f} GB | {row['ratio']:.2f}"
+        assert f"| `{row['recipe']}` | {cells} |" in page("speed-and-memory")
+        assert row["ratio"] <= row["target_ratio"] == 1.25
+
+
+def test_lanes() -> None:
+    rows = results("step_kernels_h200_quality")["rows"]
+    times = {(row["dtype"], row["lanes"]): f"{row['clock_ms']:.0f}" for row in rows}
+    said = re.sub(r"\s+", " ", page("speed-and-memory"))
+    one, two = ([times[dtype, lanes] for dtype in ("float32", "bfloat16")] for lanes in (1, 2))
+    assert f"takes {two[0]} and {two[1]} ms for large-v3" in said
+    assert f"one by one {one[0]} and {one[1]} ms" in said
 
 
 def test_lora_on_development_data() -> None:

@@ -84,7 +84,7 @@ class Reductions:
     vector: dict[str, int] = field(default_factory=dict)
     matrix_means: int = 0  # of the first message, for mean R: the sums of R and of G^2
     vector_means: int = 0  # of the first message, for mean v: the sum of v
-    exchanges_hidden: bool = False  # the orthogonal direction needs whole matrices
+    exchanged: tuple[str, ...] = ()  # kinds of layers whose direction is orthogonal, as a whole
 
 
 # max|U| of (7), of a vector also that of its one row; the sum of U^2, in its parts, if d is
@@ -92,9 +92,9 @@ class Reductions:
 REDUCTIONS: dict[str, Reductions] = {
     "published-1.0": Reductions(1, {"max": 1}, {"max": 2}),
     "published-0.2": Reductions(1, {"max": 1, "sum": PARTS}, {"max": 1, "sum": PARTS}),
-    "lean": Reductions(0, {"sum": PARTS}, {"sum": PARTS}, 2),
-    "fast": Reductions(0, {"sum": 2}, {}, 2, 1),
-    "quality": Reductions(0, {"sum": 2}, {}, 2, 1, exchanges_hidden=True),
+    "lean": Reductions(0, {"sum": PARTS}, {"sum": PARTS}, 2, exchanged=("conv",)),
+    "fast": Reductions(0, {"sum": 2}, {}, 2, 1, exchanged=("conv",)),
+    "quality": Reductions(0, {"sum": 2}, {}, 2, 1, exchanged=("conv", "hidden")),
     "Adafactor": Reductions(0, {"sum": PARTS}, {"sum": PARTS}, 2),
 }
 CONTENDERS = (*REDUCTIONS, "torch AdamW")
@@ -144,15 +144,20 @@ def first_sums(shape: Shape, rule: Reductions) -> int:
 
 
 def columns(shape: Shape) -> int:
-    """Columns of the matrix that a tensor is read as: the split with fewest rows + columns."""
+    """Columns of the matrix that a tensor is read as."""
+    return matrix_of(shape)[1]
+
+
+def matrix_of(shape: Shape) -> tuple[int, int]:
+    """The matrix that a tensor is read as: the split with fewest rows + columns."""
     splits = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape))]
-    return min(splits, key=sum)[1]
+    return min(splits, key=sum)
 
 
 def is_exchanged(name: str, shape: Shape, contender: str) -> bool:
     """Whether a tensor goes to one owner, which orthogonalises it."""
     rule = REDUCTIONS.get(contender)
-    return rule is not None and rule.exchanges_hidden and kind_of(name, shape) == "hidden"
+    return rule is not None and kind_of(name, shape) in rule.exchanged
 
 
 def packed(values: Counter[str], ranks: int) -> Message:
@@ -197,7 +202,9 @@ class Busiest:
 def busiest(model: Mapping[str, Shape], contender: str, ranks: int) -> Busiest:
     """Assign the matrices of a model to owners on paper."""
     matrices = [
-        sorted(shape) for name, shape in model.items() if is_exchanged(name, shape, contender)
+        sorted(matrix_of(shape))
+        for name, shape in model.items()
+        if is_exchanged(name, shape, contender)
     ]
     costs = tuple(short * short * long for short, long in matrices)
     sizes = tuple(short * long for short, long in matrices)
