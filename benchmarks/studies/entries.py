@@ -18,7 +18,7 @@ from studies.runs import Run
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-OWN: dict[str, recipes.Recipe] = {**recipes.OWN}
+OWN: dict[str, recipes.Recipe] = {str(name): found for name, found in recipes.OWN.items()}
 
 EARLIER_DECAY: dict[str, dict[str, Any]] = {
     "quality": {"weight_decay": 0.1, "switches": {"decay_by": "lr"}},
@@ -33,8 +33,13 @@ EARLIER_SCALE: dict[str, dict[str, Any]] = {
 EARLIER_EPS = {"eps": [1e-10, 1e-3]}
 RAISED = ("conv", "embedding", "head")  # the kinds whose least size depends on their shape
 # Convolutions moved as embeddings do; now they are orthogonal.
-OF_CONVOLUTIONS = {"direction": "sign_max", "momentum": None, "nesterov": False}
-OF_CONVOLUTIONS |= {"momentum_dtype": None, "lr_share": 1.0}
+OF_CONVOLUTIONS: dict[str, Any] = {
+    "direction": "sign_max",
+    "momentum": None,
+    "nesterov": False,
+    "momentum_dtype": None,
+    "lr_share": 1.0,
+}
 QUARTER = {"vector": {"lr_share": 0.25}}  # of the learning rate, for norms and biases
 HALF_QUARTER = {"embedding": {"lr_share": 0.5}, **QUARTER}
 
