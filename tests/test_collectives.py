@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from maxfactor.recipes import OWN
 from measurement import shapes
 from ranks import Ranks, mesh_of
 from timing import collectives
@@ -37,7 +38,7 @@ def test_messages_are_as_predicted(
     for contender in collectives.CONTENDERS:
         row = collectives.row_of(task, contender, [found[contender] for found in ranks])
         assert row["as_predicted"], row
-        assert len(row["messages"]) <= (4 if contender == "quality" else 3)
+        assert len(row["messages"]) <= (4 if contender in OWN else 3)
 
 
 def adafactor_of_torch() -> list[dict[str, str]] | None:

@@ -256,6 +256,37 @@ def test_without_memory_to_keep_windows_borrow_it(monkeypatch: pytest.MonkeyPatc
     assert_same(found[0], found[1])
 
 
+class Cast(nn.Module):
+    """Its first weight may have any dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(x @ self.first.float())
+        return found
+
+
+@pytest.mark.gpu
+def test_a_format_that_cannot_be_stepped_is_refused_before_any_step() -> None:
+    """The window that comes first in backward is unchanged."""
+    torch.manual_seed(0)
+    model = Cast().to(DEVICE)
+    optimizer = for_model(model, "lean", fused=True)
+    release_gradients(model, optimizer)
+    x = torch.randn(4, WIDTH, device=DEVICE)
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.first.data = model.first.data.double()
+    before = model.last.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="float64"):
+        model(x).square().mean().backward()
+    assert torch.equal(model.last.weight, before)
+
+
 @pytest.mark.gpu
 def test_settings_that_change_make_new_tables() -> None:
     results = []

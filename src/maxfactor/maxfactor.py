@@ -94,7 +94,7 @@ class MaxFactor(FactoredOptimizer):
         momentum_dtype: How a matrix's M is stored: "int8", one byte and a scale for 64 values;
             "bf16"; "fp32". None: int8. Vectors and scalars keep float32.
         direction: "sign_max" for (9), or "factored" or "orthogonal" as above. Orthogonal is for
-            hidden matrices; give embeddings, heads and convolution stems a group of their own.
+            hidden matrices and convolutions; give embeddings and heads a group of their own.
         scale: What (3) scales by: "current" for RMS(W), "initial" for the RMS that each parameter
             had before its first step, so that growing weights do not get larger steps. A matrix
             that begins at zero, or below a tenth of 1 / sqrt(3 * fan_in), counts as that, the RMS

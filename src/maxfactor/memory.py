@@ -69,7 +69,7 @@ def estimate_memory(
         >>> maxfactor.estimate_memory(model, "adamw").state
         8008008
         >>> maxfactor.estimate_memory(model, "lean", torch.bfloat16).state
-        12024
+        12020
     """
     if recipe not in RECIPES and recipe not in PEERS:
         known = ", ".join(map(repr, (*RECIPES, *PEERS)))

@@ -82,8 +82,9 @@ def for_model(
 
     Args:
         model: The model itself, not its parameters.
-        recipe: "quality" (best quality), "fast" (frequency-adaptive momentum in int8), "lean" (no
-            momentum), or a published version: "published-0.1", "-0.2", "-0.3", "-1.0".
+        recipe: "quality" (best quality), "fast" (frequency-adaptive momentum in int8), "lean"
+            (momentum for convolutions alone), or a published version: "published-0.1", "-0.2",
+            "-0.3", "-1.0".
         lr: The learning rate; None takes the recipe's. Recipes may scale it for some kinds. A rate
             of at most 1e-4, as for AdamW, or above 1 gets a UserWarning: it is a share of each
             weight's size, not an absolute step. All groups share a tensor, so a recipe that scales

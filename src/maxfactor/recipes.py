@@ -104,6 +104,7 @@ OWN: dict[RecipeName, Recipe] = {
         },
         {
             "conv": {**ORTHOGONAL, "scale": "raised"},
+            "tensor": {"scale": "raised"},
             "embedding": {"scale": "raised"},
             "head": {"scale": "raised"},
             "adapter": {"scale": "initial", "lr_share": 2.8},

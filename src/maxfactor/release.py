@@ -14,6 +14,7 @@ from itertools import chain, groupby, repeat
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
@@ -117,6 +118,7 @@ class GradientRelease:
         self._backend: Backend | None = None
         self._groups: list[GroupStep] = []
         self._rates: list[object] = []  # of these groups
+        self._formats: list[tuple[torch.device, torch.dtype]] = []  # of the parameters
         self._lock = RLock()
         self._scaled_before = getattr(optimizer, "_step_supports_amp_scaling", False)
         optimizer._step_supports_amp_scaling = True  # so GradScaler calls step, which refuses it
@@ -212,6 +214,10 @@ class GradientRelease:
                 self._follow_groups()
                 _check_processes(None)
                 self._expect()  # parameters may have been frozen or unfrozen since
+                formats = [(each.device, each.dtype) for each in self._flat]
+                if formats != self._formats:  # choose, or refuse, before any window is stepped
+                    self._formats = formats
+                    self._choose_backend()
             if param not in self._window_of:  # it was removed from its group
                 return
             if param in self._arrived or id(param) in self._used:

@@ -90,7 +90,11 @@ def memory_needs(settings: Settings, prepared: Prepared, world: int = 1) -> Memo
     active = settings.batch_size // world * example
     if settings.autocast_dtype is not None:
         active += autocast_bytes(model)
-    cublas = CUBLAS + CUBLAS_OF_LANE * (settings.optimizer == "quality")
+    # Released windows with few orthogonal matrices are not captured, and have one lane.
+    has_lane = settings.optimizer == "quality" or (
+        settings.optimizer in ("fast", "lean") and not settings.release_gradients
+    )
+    cublas = CUBLAS + CUBLAS_OF_LANE * has_lane
     buffers = found.borrowed + (cublas if settings.torch_device.type == "cuda" else 0)
     return MemoryNeeds(found.weights, found.gradients, state, buffers, active)
 
