@@ -310,6 +310,14 @@ def test_orthogonal_convolutions() -> None:
     assert sum(each < 0.99 for each in ahead) == 8
     said = re.sub(r"\s+", " ", page("results"))
     assert "ahead of the best peer on eight of the twelve tasks" in said
+    by_task = dict(zip(MAIN, ahead, strict=True))
+    speech = [x for task, x in by_task.items() if TASKS[task].is_speech and task != "wave"]
+    text = [x for task, x in by_task.items() if not TASKS[task].is_speech]
+    shown = f"{geometric_mean(speech):.2f}".removeprefix("0"), f"{max(speech):.2f}"
+    assert f"it makes {shown[0]} times the errors of the best peer on speech" in said
+    assert f"(geometric mean, the worst task {shown[1]})" in said
+    shown = f"{geometric_mean(text):.2f}".removeprefix("0"), f"{max(text):.2f}"
+    assert "{} times that of the best peer, the worst task {}".format(*shown) in said
     for name, found, rival in (("fast", fast, "AdamW"), ("lean", lean, "Adafactor")):
         average, worst = (f"{x:.2f}".removeprefix("0") for x in (geometric_mean(found), max(found)))
         start = f"**`{name}`** makes {average} times the errors of {rival} at its best"
