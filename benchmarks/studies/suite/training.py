@@ -28,6 +28,7 @@ EAGER_STEPS = 3  # before a capture, so that allocations and handles exist
 LOOK_EVERY = 25  # steps between reads of the loss, which wait for the device
 WARM_UP = 0.1  # of the steps
 WORST = {"wer": 100.0, "nats": math.log(256.0)}  # of a training that became NaN
+PARTS = 20  # of a training, whose mean losses are recorded
 
 
 class Training:
@@ -145,6 +146,7 @@ def perform(trial: Trial, cache: Path, device: torch.device) -> tuple[Record, Re
         "trial": trial.described,
         **measured[0],
         "loss": None if is_nan else round(last, 4),
+        "curve": [round(float(part.mean()), 4) for part in losses.tensor_split(PARTS) if len(part)],
         "is_nan": is_nan,
         "diverged": is_nan or last > 1.5 * lowest,
         "steps": training.taken,
