@@ -334,8 +334,9 @@ def filtered(
         v = divide(r * c, mean)
     floor = max(rule.eps1**2, FLOAT32_TINY)
     raw, v = v, _float64(np.maximum(v, floor))
-    s_z = max(1.0, math.sqrt(float(np.mean(g**2)) / max(mean, FLOAT32_TINY)))
     orthogonal = rule.direction == "orthogonal" and not is_vector
+    least = 0.01 if orthogonal else 1.0
+    s_z = max(least, math.sqrt(float(np.mean(g**2)) / max(mean, FLOAT32_TINY)))
     x = _float64(g / np.sqrt(max(mean, floor) if orthogonal else v) / s_z)  # (10)
     y, wanted = x, None
     memories: State = {}

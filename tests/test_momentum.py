@@ -399,6 +399,25 @@ def test_products_have_the_size_of_the_smaller_side(shape: tuple[int, ...]) -> N
     assert counter.get_total_flops() == matrices * (6 * 2 * 4 * 4 * 64 + 11 * 2 * 4 * 4 * 4)
 
 
+@pytest.mark.parametrize("direction", ["orthogonal", "factored"])
+def test_gradients_count_alike_in_the_momentum_of_an_orthogonal_matrix(direction: str) -> None:
+    def moved(sizes: list[float]) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.nn.Parameter(torch.ones(6, 4))
+        optimizer = MaxFactor([weight], direction=direction, momentum=0.9, weight_decay=0.0)  # type: ignore[arg-type]
+        for size in sizes:
+            # Entries of one magnitude: R and C have equal rows and columns, whatever the size.
+            weight.grad = size * torch.randn(6, 4, generator=generator).sign()
+            optimizer.step()
+        return weight.detach()
+
+    equal, falling = moved([1.0] * 5), moved([64.0, 32.0, 16.0, 4.0, 1.0])
+    if direction == "orthogonal":
+        torch.testing.assert_close(falling, equal, rtol=1e-5, atol=1e-6)
+    else:  # elsewhere smaller gradients are smaller steps
+        assert (falling - equal).abs().max() > 1e-3
+
+
 def test_orthogonal_of_the_negative() -> None:
     """The largest entry is the largest in magnitude, also if all are negative."""
     y = torch.rand(4, 6, generator=torch.Generator().manual_seed(0)) + 0.1

@@ -57,7 +57,7 @@ class MaxFactor(FactoredOptimizer):
 
     .. code-block:: text
 
-        (10) x = G / sqrt(V) / s_z                 s_z = max(1, sqrt(mean G^2 / mean R))
+        (10) x = G / sqrt(V) / s                   s = max(1, sqrt(mean G^2 / mean R))
         (11) beta: a number, or FAM's for each band
         (12) M <- stored(beta * M + (1 - beta) * x)     c <- beta * c + 1 - beta
         (13) y = (1 - mu) * M / c + mu * x         mu = FAM's mix, 1 - beta with nesterov, or 0
@@ -68,7 +68,7 @@ class MaxFactor(FactoredOptimizer):
 
         factored:    u = y, or G / sqrt(V) without momentum,
                      W <- W - alpha * u / max(1, RMS(u) / d)
-        orthogonal:  V = mean R in (10), W <- W - alpha * O; vectors move by (9)
+        orthogonal:  V = mean R and s >= .01 in (10), W <- W - alpha * O; vectors move by (9)
         (14)         O = orthogonalised y / sqrt(R C) with RMS 1, or each of its blocks
 
     A group may have `blocks`, which cuts its matrices for (14): ("rows", 64) orthogonalises blocks

@@ -41,6 +41,9 @@ FLOAT32_TINY = torch.finfo(torch.float32).tiny
 LOW_RATE, HIGH_RATE = 1e-4, 1.0  # rates up to the one and above the other get a warning
 ADAFACTOR_MAX_STEP = 1e-2  # the paper's cap on the relative step, for lr=None
 BLOCK = 64  # values of a row that share an int8 scale, and the length of a DCT
+# Gradients count alike in the momentum of an orthogonal matrix, whatever their size, down to this
+# part of the usual size: those of the first steps may be a hundred times as large as later ones.
+LEAST_INPUT = 0.01
 SHARED_SEED = 0  # default seed of the rounding noise with several processes
 
 FactorMode = Literal["auto", "last"]
@@ -113,6 +116,7 @@ class TensorRule:
     boost: float | None = None  # version 0.3's rule for one element; None: not used
     eps1: float
     # (10) to (13)
+    least_input: float = 1.0  # the smallest s of (10)
     has_momentum: bool = False
     momentum_dtype: MomentumDtype = "fp32"
     beta: float = 0.0  # without FAM
@@ -499,6 +503,7 @@ class MaxFactorSettings(Settings):
             moves_by_sign=not (is_factored or is_orthogonal or as_update),
             is_orthogonal=is_orthogonal,
             **(self._block_fields() if is_orthogonal else {}),
+            least_input=LEAST_INPUT if is_orthogonal else 1.0,
             eps1=eps1,
         )
 

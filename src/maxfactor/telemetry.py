@@ -97,7 +97,7 @@ class ParameterMetrics:
         grad_rms: RMS(G); inf or NaN if G is not finite, or its squares overflow.
         beta: The memory in (12), for FAM the mean over bands; None without momentum.
         beta_bounds: FAM's `beta_min` and `beta_max`; None without FAM.
-        clip: What bounds divided the update by, at least 1: s_z of (10), s of (8), the clip of the
+        clip: What bounds divided the update by, at least 1: s of (10), s of (8), the clip of the
             norm, or their product. 1 if the rule has none.
         lost: The share of entries whose change rounding to nearest would drop: it is not zero, but
             W stays as it is. None for parameters that do not have 16 bits.

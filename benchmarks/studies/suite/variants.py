@@ -85,7 +85,7 @@ WITHOUT = {"direction": "factored", "momentum": None, "nesterov": False, "moment
 VARIANTS: dict[str, Variant] = {
     "quality": Variant("quality", (0.04,)),
     "fast": Variant("fast", (0.08,)),
-    "lean": Variant("lean", (0.02, 0.04, 0.08)),
+    "lean": Variant("lean", (0.04,)),
     "quality own sizes": changed("quality", {"hidden": {"scale": "initial"}}),
     "quality conv adaptive": changed("quality", adaptive(0.92)),
     "quality conv adaptive, double": changed("quality", adaptive(0.92, 2.0)),

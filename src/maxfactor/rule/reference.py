@@ -253,21 +253,21 @@ def filtered_move(
 
 
 def input_factor(mean_square: Tensor, mean: Tensor, rule: TensorRule) -> Tensor:
-    """The scalar factor of (10): 1 / s_z, and 1 / sqrt(V) if orthogonal.
+    """The scalar factor of (10): 1 / s, and 1 / sqrt(V) if orthogonal.
 
     `mean_square` is the mean of this step's G^2, `mean` that of R or v. Their ratio estimates the
     size of x without another pass over G. The orthogonal direction divides by sqrt(R C) after the
     momentum, so its V in (10) is a scalar.
     """
-    clip = input_clip(mean_square, mean)
+    clip = input_clip(mean_square, mean, rule)
     if rule.is_orthogonal:
         clip = clip * mean.clamp(min=rule.variance_floor).sqrt()
     return 1.0 / clip
 
 
-def input_clip(mean_square: Tensor, mean: Tensor) -> Tensor:
-    """The s_z of (10), at least 1, from the means of this step's G^2 and of R or v."""
-    return (mean_square / mean.clamp(min=FLOAT32_TINY)).sqrt().clamp(min=1.0)
+def input_clip(mean_square: Tensor, mean: Tensor, rule: TensorRule) -> Tensor:
+    """The s of (10), from the means of this step's G^2 and of R or v."""
+    return (mean_square / mean.clamp(min=FLOAT32_TINY)).sqrt().clamp(min=rule.least_input)
 
 
 def mean_moment(moments: State) -> Tensor:

@@ -525,7 +525,8 @@ class Update:
             self.memory = memory_of(self.rule, batch.t, batch.shape[2], self._band_sums())
             self._load_momentum()
         if batch.record is not None:
-            batch.record.add_clip(reference.input_clip(total / batch.count, mean))
+            clip = reference.input_clip(total / batch.count, mean, self.rule)
+            batch.record.add_clip(clip.clamp(min=1.0))
             if self.memory is not None and self.memory.band_beta is not None:
                 batch.record.beta = self.memory.band_beta.mean(dim=-1)
 

@@ -42,6 +42,7 @@ def settings_row(group: GroupStep) -> list[float]:
         Setting.CLIP: vector.rms_bound if rule.gamma is None else rule.norm_clip,
         Setting.D: vector.rms_bound,  # that of an orthogonal matrix is not used
         Setting.BOOST: 0.0 if single is None else single.boost or 0.0,
+        Setting.LEAST_INPUT: rule.least_input,
         **momentum_settings(rule),
     }
     return [row.get(setting, 0.0) for setting in Setting]

@@ -184,6 +184,7 @@ class Setting(FromZero):
     WARMUP = auto()
     THETA = auto()
     MIX = auto()
+    LEAST_INPUT = auto()
 
 
 class Scalar(FromZero):

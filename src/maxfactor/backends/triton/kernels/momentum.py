@@ -235,8 +235,11 @@ def input_scale(entry, setting, flags, gradient_sums, row_var_sums):
         mean = sum_of(variances, first, count, GRADIENT_SUM.COUNT) / numel
     else:
         mean = mean_row_var(entry, row_var_sums)
-    clip = tl.maximum(tl.sqrt_rn(mean_square / tl.maximum(mean, TINY)), 1.0)
-    if (flags & FLAG.ORTHOGONAL) != 0:
+    clip = tl.sqrt_rn(mean_square / tl.maximum(mean, TINY))
+    if (flags & FLAG.ORTHOGONAL) == 0:
+        clip = tl.maximum(clip, 1.0)
+    else:
+        clip = tl.maximum(clip, tl.load(setting + SETTING.LEAST_INPUT))
         clip *= tl.sqrt_rn(tl.maximum(mean, tl.load(setting + SETTING.VARIANCE_FLOOR)))
     return tl.where((flags & FLAG.MAXIMIZE) != 0, -1.0, 1.0) / clip, mean
 
