@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -146,7 +147,7 @@ def test_only_tensors_without_momentum_have_room_for_peaks() -> None:
     """Wherever they are in the optimizer: the plan has them first."""
     shapes = {"momentum": [(70, 600), (9, 300)], "none": [(33, 520), (40, 8)]}
     params = [torch.nn.Parameter(torch.randn(shape)) for own in shapes.values() for shape in own]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": params[:1], "momentum": 0.9},
         {"params": params[2:3]},
         {"params": params[1:2], "momentum": 0.9, "direction": "orthogonal"},
