@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from maxfactor import MaxFactor, for_model
 
 pytest.importorskip("triton")
 from maxfactor.backends.triton import inputs
+from maxfactor.backends.triton.kernels.layout import Column, Size
 from maxfactor.backends.triton.local_parameters import local_parameter
-from maxfactor.backends.triton.plan import keys_of
+from maxfactor.backends.triton.plan import LaunchPlan, keys_of, launch_order
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu
@@ -139,3 +141,30 @@ def test_launch_keys_do_not_depend_on_other_tensors() -> None:
     assert by_shape[64, 32].aligned
     assert by_shape[32, 16, 4].aligned
     assert not by_shape[9,].aligned
+
+
+def test_only_tensors_without_momentum_have_room_for_peaks() -> None:
+    """Wherever they are in the optimizer: the plan has them first."""
+    shapes = {"momentum": [(70, 600), (9, 300)], "none": [(33, 520), (40, 8)]}
+    params = [torch.nn.Parameter(torch.randn(shape)) for own in shapes.values() for shape in own]
+    groups: list[dict[str, Any]] = [
+        {"params": params[:1], "momentum": 0.9},
+        {"params": params[2:3]},
+        {"params": params[1:2], "momentum": 0.9, "direction": "orthogonal"},
+        {"params": params[3:]},
+    ]
+    inputs_ = MaxFactor(groups).inputs_on_meta()
+    local = [local_parameter(each) for each in inputs_]
+    keys = keys_of(local)
+    order = launch_order(local, keys)
+    plan = LaunchPlan([local[i] for i in order], [keys[i] for i in order], [0] * len(groups))
+    ends = {
+        row[Column.ROWS]: row[Column.ROW_PART] + row[Column.STRIPS] * row[Column.ROWS]
+        for row in plan.matrices
+    }
+    without = [rows for rows, _ in shapes["none"]]
+    assert max(ends[rows] for rows in without) == plan.sizes.row_peaks
+    assert plan.sizes.row_peaks == sum(
+        rows * -(-cols // Size.COLUMNS) for rows, cols in shapes["none"]
+    )
+    assert plan.sizes.row_peaks < plan.sizes.row_part

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ products = pytest.importorskip("maxfactor.backends.triton.products")
 fused = pytest.importorskip("maxfactor.backends.triton.orthogonal")
 from maxfactor.backends.triton.borrowed import borrowed_bytes  # noqa: E402
 from maxfactor.backends.triton.kernels.descriptors import ProductTile  # noqa: E402
+from maxfactor.backends.triton.local_parameters import local_parameter  # noqa: E402
+from maxfactor.backends.triton.plan import keys_of  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu
@@ -193,7 +197,8 @@ def test_memory_does_not_grow_with_the_model() -> None:
     assert borrowed([(1280, 2560)]) == 2 * (2 * 1280 * 2560 + 2 * 1280**2)
 
 
-def test_borrowed_bytes_are_those_of_the_step() -> None:
+def test_borrowed_bytes_are_those_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "LANES", 2)
     shapes: list[tuple[int, ...]] = [(9, 24), (12,), (16, 8), (9, 24)]
     fused_step = steps_of(parameters(shapes), steps=1)._fused
     assert fused_step is not None
@@ -240,7 +245,7 @@ def test_parts_are_even(tensors: int) -> None:
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])
-@pytest.mark.parametrize("runs", [[8, 6, 7, 8, 1, 1], [31, 3], [3] * 30])
+@pytest.mark.parametrize("runs", [[8, 6, 7, 8, 1, 1], [31, 3, 3, 3], [3] * 30])
 def test_batches_have_several_windows_but_their_parts_do_not(
     runs: list[int], lanes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,20 +259,79 @@ def test_batches_have_several_windows_but_their_parts_do_not(
     assert memory_of_lanes(batches) <= workspace.BATCH_BYTES
 
 
-def test_lanes_have_equal_amounts_to_do() -> None:
+def test_lanes_have_equal_amounts_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for one batch. A part that is larger than half of the memory stays whole."""
-    batches = batches_of_squares([8, 12, 8, 8, 4] * 8)
+    monkeypatch.setattr(workspace, "LANES", 2)
+    batches = batches_of_squares([8, 14, 8, 8, 4] * 8)
     load = [0, 0]
     for lane, parts in batches:
         load[lane] += sum(parts)
-    assert abs(load[0] - load[1]) <= 12
-    assert [12] in [each.parts for each in batches]
+    assert abs(load[0] - load[1]) <= 14
+    assert [14] in [each.parts for each in batches]
 
 
-def test_one_lane_if_another_would_be_small() -> None:
-    assert {each.lane for each in batches_of_squares([15] * 4 + [1] * 8)} == {0}
-    assert {each.lane for each in batches_of_squares([14] * 4 + [1] * 8)} == {0, 1}
+def test_one_lane_if_another_would_be_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "LANES", 2)
+    assert {each.lane for each in batches_of_squares([19] * 4 + [1] * 8)} == {0}
+    assert {each.lane for each in batches_of_squares([18] * 4 + [1] * 8)} == {0, 1}
     assert workspace.lane_sizes(workspace.BATCH_BYTES + 1) == [workspace.BATCH_BYTES + 1]
+
+
+@pytest.mark.parametrize("count", [1, 23, 64, 384])
+@pytest.mark.parametrize(("most", "tiles"), [(27, 55), (9, 55), (40, 6), (5, 1)])
+def test_batch_sizes_take_the_fewest_waves(count: int, most: int, tiles: int) -> None:
+    """Of all sizes that fit, but for what more launches cost."""
+
+    def waves(size: int) -> int:
+        batches = [min(size, count - done) for done in range(0, count, size)]
+        return sum(math.ceil(each * tiles / workspace.WAVE) for each in batches)
+
+    size = workspace.batch_size(count, most, tiles)
+    assert 1 <= size <= most
+    saved = count / size / workspace.BATCHES_PER_WAVE
+    assert waves(size) <= min(map(waves, range(1, min(most, count) + 1))) + saved
+
+
+def test_waves_are_those_of_the_kernel() -> None:
+    assert workspace.TILE_SIDE == products.LARGE[9].tile.rows == products.LARGE[9].tile.cols
+    assert workspace.triangle(1280 // workspace.TILE_SIDE) == products.tiles_of(
+        1280, products.LARGE[9].tile
+    )
+    assert 5 * workspace.WAVE == 24 * 55
+
+
+@pytest.mark.parametrize("runs", [[8, 8, 4] * 6 + [12, 8] * 12, [1, 2, 2, 1, 1] * 9, [30, 7, 1]])
+def test_packed_runs_fill_batches(runs: list[int]) -> None:
+    """Filled one after the other, they are the batches of first-fit decreasing: nearly full."""
+    order = workspace.packed(runs, most=24)
+    assert sorted(order) == list(range(len(runs)))
+    batches = [0]
+    for index in order:
+        if batches[-1] and batches[-1] + runs[index] > 24:
+            batches.append(0)
+        batches[-1] += runs[index]
+    large = sum(run > 24 for run in runs)
+    assert len(batches) <= large + math.ceil(sum(run for run in runs if run <= 24) / 24)
+
+
+def test_windows_change_places_so_that_batches_are_full() -> None:
+    """Encoder windows of Whisper-large-v3 have 8, 8 and 4 square matrices, decoder windows 12, 8.
+
+    In this order 20 of them fit into 24. Matrices of a window stay together.
+    """
+    runs = [8, 8, 4] * 6 + [12, 8] * 12
+    windows = [window for window, run in enumerate(runs) for _ in range(run)]
+    param = torch.nn.Parameter(torch.empty(1280, 1280, device="meta"))
+    optimizer = MaxFactor([param], momentum=0.9, direction="orthogonal")
+    [own] = optimizer.inputs_on_meta()
+    params = [local_parameter(replace(own, window=window)) for window in windows]
+    keys = keys_of(params)
+    order = fused.in_batches(range(len(params)), params, keys, workspace.ON_DEVICE)
+    found = [params[index] for index in order]
+    sizes = [len(own) for own in fused.by_window(range(len(found)), found)]
+    assert sorted(sizes) == sorted(runs)
+    [batches] = batches_of([fused.kind_of(found, torch.float16)])
+    assert [sum(each.parts) for each in batches] == [24] * (sum(runs) // 24)
 
 
 def test_matrices_of_odd_sizes_are_not_batched_across_windows() -> None:

@@ -2,6 +2,7 @@
 
     python benchmarks/timing/step_kernels.py --device cuda --out FILE.json
     python benchmarks/timing/step_kernels.py --device cuda --recipes quality --lanes 1 2
+    python benchmarks/timing/step_kernels.py --device cuda --recipes quality --batch-mib 197 254
     python benchmarks/timing/step_kernels.py --quick    # a tiny model on the CPU
 
 The model is a Whisper with random weights and random gradients.
@@ -63,25 +64,34 @@ def main(argv: Sequence[str] | None = None) -> Record:
     parser.add_argument("--model", default="large-v3", choices=tuple(SIZES))
     parser.add_argument("--recipes", nargs="+", default=["quality", "fast"])
     parser.add_argument("--lanes", nargs="+", type=int, default=[workspace.LANES])
+    parser.add_argument(
+        "--batch-mib",
+        nargs="+",
+        type=int,
+        default=[workspace.BATCH_BYTES >> 20],
+        help="memory for batches of orthogonal matrices",
+    )
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=tuple(DTYPES))
     parser.add_argument("--quick", action="store_true", help="a tiny model")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
     if options.quick:
         options.model = "quick"
     rows: list[Record] = []
-    for name, dtype in DTYPES.items():
-        model = with_gradients(options.model, options.device, dtype)
-        for recipe, lanes in product(options.recipes, options.lanes):
-            workspace.LANES = lanes
+    for name in options.dtypes:
+        model = with_gradients(options.model, options.device, DTYPES[name])
+        for recipe, lanes, mib in product(options.recipes, options.lanes, options.batch_mib):
+            workspace.LANES, workspace.BATCH_BYTES = lanes, mib << 20
             optimizer = optimizer_of(model, recipe)
             found = measured(optimizer, options.device)
             # Less than that of all kernels where they overlap.
             clock = round(milliseconds(optimizer.step, options.device, REPEATS), 2)
-            case = {"recipe": recipe, "dtype": name, "lanes": lanes, "clock_ms": clock}
-            rows.append({**case, "kernels": found})
-            total = sum(row["ms"] for row in found)
+            case = {"recipe": recipe, "dtype": name, "lanes": lanes, "batch_mib": mib}
+            rows.append({**case, "clock_ms": clock, "kernels": found})
+            total, calls = (sum(row[column] for row in found) for column in ("ms", "calls"))
             print(
-                f"{recipe} {name}, lanes {lanes}: {clock} ms by the clock, kernels {total:.2f} ms"
+                f"{recipe} {name}, lanes {lanes}, batches of {mib} MiB: {clock} ms by the clock, "
+                f"{calls:.0f} kernels {total:.2f} ms"
             )
             for row in found[:SHOWN]:
                 print(f"  {row['ms']:9.3f} ms  {row['calls']:7.1f} calls  {row['kernel'][:80]}")

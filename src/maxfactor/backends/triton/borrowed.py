@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from maxfactor.backends.triton.buffers import Buffers
 from maxfactor.backends.triton.local_parameters import local_parameter
-from maxfactor.backends.triton.orthogonal import OrthogonalBatches
+from maxfactor.backends.triton.orthogonal import OrthogonalBatches, in_batches
 from maxfactor.backends.triton.plan import LaunchPlan, keys_of, launch_order
 from maxfactor.backends.triton.status import StepStatus
 from maxfactor.backends.triton.workspace import ON_DEVICE
@@ -33,7 +33,7 @@ def borrowed_bytes(inputs: Sequence[StepInput]) -> Borrowed:
     """
     params = [local_parameter(each) for each in inputs]
     keys = keys_of(params)
-    order = launch_order(params, keys)
+    order = in_batches(launch_order(params, keys), params, keys, ON_DEVICE)
     params, keys = [params[i] for i in order], [keys[i] for i in order]
     plan = LaunchPlan(params, keys, [0] * (1 + max(each.group for each in params)))
     status = StepStatus([each.name for each in inputs], params[0].param.device)

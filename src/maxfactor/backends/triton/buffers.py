@@ -43,7 +43,7 @@ class Buffers:
         with_momentum = tiles if any(group.with_momentum for group in plan.groups) else 0
         self.partials = Partials(
             row_squares=self._zeros(sizes.row_part),
-            row_peaks=self._zeros(sizes.row_part, 2, dtype=torch.int32),
+            row_peaks=self._zeros(sizes.row_peaks, 2, dtype=torch.int32),
             col_squares=self._zeros(sizes.col_part),
             gradient_sums=self._zeros(with_momentum, len(GradientSum)),
             update_sums=self._zeros(with_momentum, len(UpdateSum)),

@@ -24,18 +24,21 @@ from maxfactor.backends.triton.workspace import (
     Layout,
     alike,
     batches_of,
+    lane_size,
+    packed,
     up_to_grain,
 )
 from maxfactor.rule.newton_schulz import by_product
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
 
     from maxfactor.backends.triton.local_parameters import LocalParameter
     from maxfactor.backends.triton.plan import LaunchKey, LaunchPlan
     from maxfactor.backends.triton.sharing import Sharing
+    from maxfactor.backends.triton.workspace import Alike
     from maxfactor.rule.newton_schulz import Coefficients
     from maxfactor.settings import BlockSide
 
@@ -144,7 +147,7 @@ class OrthogonalBatches:
         formats: Formats | None = None,
     ) -> None:
         device = params[0].param.device
-        self.formats = formats or (ON_DEVICE if device.type == "cuda" else INTERPRETED)
+        self.formats = formats or formats_on(device)
         found = list(self._batches(params, keys, plan))
         self.tiles = [(each.key, each.tiles) for each in found]
         self.lanes = 1 + max((each.lane for each in found), default=0)
@@ -166,16 +169,11 @@ class OrthogonalBatches:
         self, params: Sequence[LocalParameter], keys: Sequence[LaunchKey], plan: LaunchPlan
     ) -> Iterator[Batch]:
         """Cut each run of tensors of one key and shape into batches."""
-        orthogonal = [owner for owner, param in enumerate(params) if is_orthogonal(param)]
-        by_shape = groupby(orthogonal, lambda owner: (keys[owner], matrices_of(params[owner])))
         runs, kinds = [], []
-        for (key, (each, m, n, side)), run in by_shape:
-            owners = list(run)
+        for owners in equal_tensors(range(len(params)), params, keys):
             assert owners == list(range(owners[0], owners[-1] + 1)), "the plan keeps them together"
-            by_window = groupby(owners, lambda owner: params[owner].window)
-            windows = [len(list(own)) for _, own in by_window]
-            runs.append((key, side, owners[0]))
-            kinds.append(alike(m, n, windows, each, self.formats.o))
+            runs.append((keys[owners[0]], matrices_of(params[owners[0]]).side, owners[0]))
+            kinds.append(kind_of([params[owner] for owner in owners], self.formats.o))
         for (key, side, first), kind, batches in zip(runs, kinds, batches_of(kinds), strict=True):
             for lane, parts in batches:
                 row = plan.matrices[plan.first_matrix[first]]
@@ -219,6 +217,48 @@ def matrices_of(param: LocalParameter) -> Matrices:
         return Matrices(len(param.matrices), m, n)
     rows, cols = param.block
     return Matrices((m // rows) * (n // cols), rows, cols, "rows" if cols == n else "columns")
+
+
+def equal_tensors(
+    order: Iterable[int], params: Sequence[LocalParameter], keys: Sequence[LaunchKey]
+) -> Iterator[list[int]]:
+    """The indices of orthogonal tensors in `order`, those of one key and shape at a time."""
+    own = (index for index in order if is_orthogonal(params[index]))
+    for _, run in groupby(own, lambda index: (keys[index], matrices_of(params[index]))):
+        yield list(run)
+
+
+def by_window(indices: Iterable[int], params: Sequence[LocalParameter]) -> list[list[int]]:
+    """Cut indices where another window begins."""
+    return [list(run) for _, run in groupby(indices, lambda index: params[index].window)]
+
+
+def kind_of(params: Sequence[LocalParameter], dtype: torch.dtype) -> Alike:
+    """Tensors of one key and shape, which are iterated in `dtype`."""
+    each, m, n, _ = matrices_of(params[0])
+    windows = by_window(range(len(params)), params)
+    return alike(m, n, [len(own) for own in windows], each, dtype)
+
+
+def in_batches(
+    order: Sequence[int],
+    params: Sequence[LocalParameter],
+    keys: Sequence[LaunchKey],
+    formats: Formats,
+) -> list[int]:
+    """The order, but windows of equal orthogonal tensors change places so that batches are full."""
+    found, at = list(order), {index: place for place, index in enumerate(order)}
+    for run in equal_tensors(order, params, keys):
+        windows, kind = by_window(run, params), kind_of([params[i] for i in run], formats.o)
+        best = packed([len(own) for own in windows], kind.most(lane_size()))
+        first = at[run[0]]
+        found[first : first + len(run)] = [index for i in best for index in windows[i]]
+    return found
+
+
+def formats_on(device: torch.device) -> Formats:
+    """The dtypes of the directions on a device."""
+    return ON_DEVICE if device.type == "cuda" else INTERPRETED
 
 
 def view_as(flat: Tensor, count: int, m: int, n: int) -> Tensor:

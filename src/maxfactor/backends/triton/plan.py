@@ -140,6 +140,7 @@ class BufferSizes:
 
     rows: int = 0
     row_part: int = 0
+    row_peaks: int = 0  # as `row_part`, up to the last matrix without momentum
     col_part: int = 0
     row_chunks: int = 0
     col_chunks: int = 0
@@ -246,6 +247,8 @@ class LaunchPlan:
             row[Column.COL_VAR] = param.state["variance"].data_ptr() + 4 * start
         else:
             row |= self._add_factors(param, matrix, batch, (strips, down))
+            if not group.with_momentum:
+                self.sizes.row_peaks = self.sizes.row_part
         self.tiles.append((k, down * strips))
         self.tile_count += down * strips
         group.blocks.append((k, ceil_div(m, group.maxima_rows) if n else 0))
@@ -305,13 +308,17 @@ def launch_order(
     keys: Sequence[LaunchKey],
     round_of: Mapping[int, int] = MappingProxyType({}),
 ) -> list[int]:
-    """The order of tensors in the plan: their indices. Those of a round are side by side."""
+    """The order of tensors in the plan: their indices. Those of a round are side by side.
+
+    Tensors without momentum come first: `Partials.row_peaks` has entries for no others.
+    """
 
     def place(index: int) -> tuple[object, ...]:
         param = params[index]
         is_last = bool(param.flags & Flag.ORTHOGONAL)
         shape = param.matrices[:1] if is_last else []
-        return str(keys[index]), is_last, round_of.get(index, -1), shape, len(param.matrices)
+        key = keys[index].store is not None, str(keys[index])
+        return *key, is_last, round_of.get(index, -1), shape, len(param.matrices)
 
     return sorted(range(len(params)), key=lambda index: (*place(index), index))
 

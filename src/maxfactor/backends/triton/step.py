@@ -20,7 +20,7 @@ from maxfactor.backends.triton.kernels.layout import Scalar
 from maxfactor.backends.triton.lanes import forked
 from maxfactor.backends.triton.launches import GroupLaunches, LocalTotals, Scaling
 from maxfactor.backends.triton.local_parameters import local_parameter
-from maxfactor.backends.triton.orthogonal import OrthogonalBatches
+from maxfactor.backends.triton.orthogonal import OrthogonalBatches, formats_on, in_batches
 from maxfactor.backends.triton.plan import LaunchPlan, keys_of, launch_order, repeat_values
 from maxfactor.backends.triton.rank_totals import RankTotals
 from maxfactor.backends.triton.record import Recorder
@@ -74,6 +74,7 @@ class FusedStep:
         exchanges = exchanges_of(step_io)
         round_of = {i: number for number, each in enumerate(exchanges) for i, _ in each.starts}
         order = launch_order(params, keys, round_of)
+        order = in_batches(order, params, keys, formats_on(self._device))
         params, keys = [params[i] for i in order], [keys[i] for i in order]
         ordered = [step_io[i] for i in order]
         ranks = process_groups(each.param for each in step_io)

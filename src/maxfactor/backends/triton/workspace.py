@@ -5,6 +5,7 @@ Nothing here needs Triton or a device, so that a step's memory can be told befor
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -14,10 +15,16 @@ from maxfactor.rule.newton_schulz import AT_A_TIME, WIDE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-BATCH_BYTES = 197 << 20  # at most borrowed for batches, unless a single tensor needs more
-LANES = 2  # batches that are worked on side by side, in parts of this memory; see `lane_sizes`
+BATCH_BYTES = 254 << 20  # at most borrowed for batches, unless a single tensor needs more
+LANES = 1  # batches that are worked on side by side, in parts of this memory; see `lane_sizes`
 ROUND_ELEMENTS = 26 << 20  # at most gathered by a rank at a time, unless a tensor has more
 GRAIN = 64  # elements: matrices of a kind begin on 128 bytes at least
+
+# A symmetric product runs in waves of tiles. An H100 or H200 has 132 multiprocessors and room for
+# two tiles on each; a wave takes almost as long if only some of that is used.
+TILE_SIDE = 128  # of `symmetric_product`, for large matrices
+WAVE = 264  # tiles
+BATCHES_PER_WAVE = 4  # the launches of this many batches take about as long as a wave
 
 # Steps that are merged into one product with a wide X. A = X Xᵀ holds squares of singular values:
 # an error of A grows tenfold with each merged step. Float16 has the digits for three of them, from
@@ -136,12 +143,19 @@ class Alike(NamedTuple):
         """The layout of some of the parts."""
         return layout(self.m, self.n, [self.each * part for part in parts], self.dtype)
 
+    def most(self, size: int) -> int:
+        """Tensors that are best worked on at a time in `size` bytes."""
+        fitting = max(1, size // max(1, self.layout([1]).nbytes))
+        tiles = self.each * triangle(-(-min(self.m, self.n) // TILE_SIDE))
+        return batch_size(sum(self.parts), fitting, tiles)
+
     def fitting(self, first: int, size: int) -> list[int]:
-        """The first part, and as many of those that follow it as fit into `size` bytes."""
+        """The first part, and as many of those that follow as are best worked on with it."""
         end = first + 1
         # Where a part begins decides, too, how it is read.
         if self.m * self.n % GRAIN == 0 and min(self.m, self.n) ** 2 % GRAIN == 0:
-            while end < len(self.parts) and self.layout(self.parts[first : end + 1]).nbytes <= size:
+            most = self.most(size)
+            while end < len(self.parts) and sum(self.parts[first : end + 1]) <= most:
                 end += 1
         return self.parts[first:end]
 
@@ -168,17 +182,73 @@ def alike(m: int, n: int, runs: Sequence[int], each: int, dtype: torch.dtype) ->
     return Alike(m, n, each, parts, dtype)
 
 
+@lru_cache(maxsize=1024)
+def batch_size(count: int, most: int, tiles: int) -> int:
+    """How many of `count` tensors to work on at a time, so that products fill the device.
+
+    Args:
+        count: All tensors of a kind.
+        most: For how many of them there is memory.
+        tiles: Of a symmetric product of one tensor.
+
+    Example:
+        >>> batch_size(384, 27, tiles=55), batch_size(25, 27, tiles=55)
+        (24, 25)
+    """
+
+    def cost(size: int) -> int:
+        """Of the waves and launches of a product, in launches."""
+        whole, rest = divmod(count, size)
+        waves = whole * waves_of(size * tiles) + waves_of(rest * tiles)
+        return BATCHES_PER_WAVE * waves + whole + (rest > 0)
+
+    return min(range(1, min(count, most) + 1), key=lambda size: (cost(size), -size))
+
+
+def waves_of(tiles: int) -> int:
+    """In how many waves tiles are worked on."""
+    return -(-tiles // WAVE)
+
+
+def triangle(side: int) -> int:
+    """The tiles on the diagonal or below."""
+    return side * (side + 1) // 2
+
+
+def packed(runs: Sequence[int], most: int) -> list[int]:
+    """Order runs, so that those that follow each other make few batches of at most `most`.
+
+    It is the order of first-fit decreasing: a run goes to the first batch with room for it, the
+    longest run first. The first of a batch never fits into the batch before it, so to fill one
+    batch after the other in this order leads to the same batches.
+
+    Returns:
+        The indices of the runs.
+
+    Example:
+        >>> packed([2, 2, 1, 1, 2], most=3)
+        [0, 2, 1, 3, 4]
+    """
+    batches: list[tuple[int, list[int]]] = []
+    for index in sorted(range(len(runs)), key=lambda index: -runs[index]):
+        for number, (used, own) in enumerate(batches):
+            if used + runs[index] <= most:
+                batches[number] = used + runs[index], [*own, index]
+                break
+        else:
+            batches.append((runs[index], [index]))
+    return [index for _, own in batches for index in own]
+
+
 def batches_of(kinds: Sequence[Alike]) -> list[list[LaneParts]]:
-    """The batches of each kind of tensors, with as many parts as the memory of their lane allows.
+    """The batches of each kind of tensors, in the order of their parts; see `Alike.fitting`.
 
     Lanes are worked on side by side. A batch goes to the lane with the least to do so far.
 
     Example:
         >>> for batch in batches_of([alike(1280, 1280, [4, 4, 8, 2, 9], 1, torch.float16)])[0]:
         ...     print(batch.lane, batch.parts)
-        0 [4, 4]
-        1 [8, 2]
-        0 [9]
+        0 [4, 4, 8, 2, 9]
     """
     largest = max((kind.layout([part]).nbytes for kind in kinds for part in kind.parts), default=0)
     sizes = lane_sizes(largest)
@@ -210,8 +280,8 @@ def lane_sizes(largest: int) -> list[int]:
         largest: Bytes of the largest part.
 
     Example:
-        >>> [size >> 20 for size in lane_sizes(112 << 20)], [size >> 20 for size in lane_sizes(0)]
-        ([112, 85], [98, 98])
+        >>> [size >> 20 for size in lane_sizes(0)]
+        [254]
     """
     for others in range(LANES - 1, 0, -1):
         first = max(largest, BATCH_BYTES // (others + 1))
@@ -219,6 +289,11 @@ def lane_sizes(largest: int) -> list[int]:
         if 2 * share >= first:
             return [first] + [share] * others
     return [max(largest, BATCH_BYTES)]
+
+
+def lane_size() -> int:
+    """Bytes of a lane, if all are equal."""
+    return BATCH_BYTES // LANES
 
 
 def even_parts(count: int, most: int) -> list[int]:

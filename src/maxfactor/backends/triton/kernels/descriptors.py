@@ -31,7 +31,8 @@ class Partials(NamedTuple):
     """Sums and peaks over parts of a tensor. One program writes each of them."""
 
     row_squares: Tensor  # float32, G² per row: for each matrix (strips, m)
-    row_peaks: Tensor  # int32, as `row_squares` with two values each: see `two_peaks`
+    # int32, as `row_squares` with two values each, see `two_peaks`; none of tensors with momentum
+    row_peaks: Tensor
     col_squares: Tensor  # float32, G² per column: for each matrix (tiles down, n)
     gradient_sums: Tensor  # (tiles, GradientSum) float32; empty if no tensor has momentum
     update_sums: Tensor  # (tiles, UpdateSum) float32; empty if no tensor has momentum
