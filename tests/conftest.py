@@ -48,6 +48,7 @@ MISSING = [name for name in ("jiwer", "soundfile", "typer") if find_spec(name) i
 ON_ONE_WORKER = {
     "test_backends.py": "backends",
     "test_collectives.py": "four ranks",
+    "test_fused_sharded.py": "four ranks",
     "test_sharded.py": "four ranks",
     "test_sharded_torch.py": "four ranks",
     "test_speech_hybrid.py": "four ranks",

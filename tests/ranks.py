@@ -88,13 +88,23 @@ def serve(rank: int, world: int, port: int, pipe: Connection) -> None:
         pipe.send(answer)
 
 
-@cache
-def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh | None:
+def mesh_of(
+    *shape: int, names: tuple[str, ...] | None = None, device: str = "cpu"
+) -> DeviceMesh | None:
     """The first ranks in this shape; None on the others, which must ask for it too.
 
     One for all test files: DTensor takes meshes that are equal for one another, and their process
     groups with them.
     """
+    return _mesh_of(shape, names, device)
+
+
+@cache
+def _mesh_of(
+    shape: tuple[int, ...], names: tuple[str, ...] | None, device: str
+) -> DeviceMesh | None:
+    if device == "cuda":
+        torch.cuda.set_device(0)  # which all ranks share
     ranks = torch.arange(math.prod(shape)).reshape(shape)
-    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names)
+    mesh = DeviceMesh(device, ranks, mesh_dim_names=names)
     return None if mesh.get_coordinate() is None else mesh

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from maxfactor import Adafactor, MaxFactor, recipe
 from maxfactor.backends.step_io import StepInput
 from maxfactor.distributed.placement import local
 from maxfactor.settings import MaxFactorSettings
-from ranks import Ranks
+from ranks import Ranks, mesh_of
 
 pytest.importorskip("triton")
 
@@ -203,25 +202,8 @@ if DEVICE == "cuda":  # the interpreter is too slow for more
     COUNTED += [((0, 1), {}, (5, 5)), ((None, 0), {}, (3, 3))]
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """Four processes over loopback with gloo, which lets them share a GPU."""
-    found = Ranks(4)
-    yield found
-    found.stop()
-
-
-@cache
-def mesh_of(*shape: int) -> DeviceMesh | None:
-    """The first ranks in this shape; None on the others, which must ask for it too."""
-    if DEVICE == "cuda":
-        torch.cuda.set_device(0)
-    found = DeviceMesh(DEVICE, torch.arange(math.prod(shape)).reshape(shape))
-    return None if found.get_coordinate() is None else found
-
-
 def mesh_for(layout: Layout) -> DeviceMesh | None:
-    return mesh_of(*(2,) * len(layout))
+    return mesh_of(*(2,) * len(layout), device=DEVICE)
 
 
 def placed(x: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
@@ -322,8 +304,8 @@ def equals_one_process(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SETTINGS)
-def test_equals_one_process(ranks: Ranks, name: str) -> None:
-    ranks.run(equals_one_process, name)
+def test_equals_one_process(four: Ranks, name: str) -> None:
+    four.run(equals_one_process, name)
 
 
 def rounds_alike(layout: Layout) -> None:
@@ -344,9 +326,9 @@ def rounds_alike(layout: Layout) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ROUNDED, ids=str)
-def test_stochastic_rounding(ranks: Ranks, layout: Layout) -> None:
+def test_stochastic_rounding(four: Ranks, layout: Layout) -> None:
     """The same noise at the same place of the whole tensor."""
-    ranks.run(rounds_alike, layout)
+    four.run(rounds_alike, layout)
 
 
 def messages(count: int, layout: Layout, settings: dict[str, Any]) -> tuple[int, int] | None:
@@ -368,19 +350,19 @@ def messages(count: int, layout: Layout, settings: dict[str, Any]) -> tuple[int,
 @pytest.mark.gpu
 @pytest.mark.parametrize(("layout", "settings", "expected"), COUNTED, ids=str)
 def test_messages_of_a_step(
-    ranks: Ranks, layout: Layout, settings: dict[str, Any], expected: tuple[int, int]
+    four: Ranks, layout: Layout, settings: dict[str, Any], expected: tuple[int, int]
 ) -> None:
     """At most three for each process group, whatever the number of parameters.
 
     Only matrices with an orthogonal direction are gathered, all of them by one message.
     """
     for count in (1, 2):
-        assert ranks.run(messages, count, layout, settings)[0] == expected
+        assert four.run(messages, count, layout, settings)[0] == expected
 
 
 def fails_alike(nonfinite: Any, rows: int, settings: dict[str, Any]) -> None:
     """The last row has a NaN; with a single row the second rank has nothing at all."""
-    mesh = mesh_of(2)
+    mesh = mesh_for((0,))
     if mesh is None:
         return
     case = problem((rows, 6), steps=3)
@@ -416,13 +398,13 @@ def fails_alike(nonfinite: Any, rows: int, settings: dict[str, Any]) -> None:
     ("nonfinite", "rows", "settings"),
     [("skip", 4, {}), ("raise", 4, {}), ("skip", 1, {}), ("skip", 4, ORTHOGONAL)],
 )
-def test_nan_on_one_rank(ranks: Ranks, nonfinite: Any, rows: int, settings: dict[str, Any]) -> None:
-    ranks.run(fails_alike, nonfinite, rows, settings)
+def test_nan_on_one_rank(four: Ranks, nonfinite: Any, rows: int, settings: dict[str, Any]) -> None:
+    four.run(fails_alike, nonfinite, rows, settings)
 
 
 def overflows_alike() -> None:
     """GradScaler has seen an overflow on the second rank only: a step that is not counted."""
-    mesh = mesh_of(2)
+    mesh = mesh_for((0,))
     if mesh is None:
         return
     shard = nn.Parameter(placed(torch.ones(2, 3), mesh, (0,)))
@@ -440,8 +422,8 @@ def overflows_alike() -> None:
 
 
 @pytest.mark.gpu
-def test_overflow_on_one_rank(ranks: Ranks) -> None:
-    ranks.run(overflows_alike)
+def test_overflow_on_one_rank(four: Ranks) -> None:
+    four.run(overflows_alike)
 
 
 def goes_elsewhere(
@@ -479,14 +461,14 @@ def goes_elsewhere(
     ids=str,
 )
 def test_what_the_kernels_cannot_do(
-    ranks: Ranks,
+    four: Ranks,
     settings: dict[str, Any],
     shape: Shape,
     dtype: torch.dtype,
     layout: Layout,
     message: str,
 ) -> None:
-    ranks.run(goes_elsewhere, settings, shape, dtype, layout, message)
+    four.run(goes_elsewhere, settings, shape, dtype, layout, message)
 
 
 # ---------------------------------------------------------- whole matrices of several ranks
@@ -545,16 +527,16 @@ def orthogonalises_once(name: str, most: int) -> tuple[int, int] | None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", WHOLE)
-def test_whole_matrices_are_orthogonalised_once(ranks: Ranks, name: str) -> None:
+def test_whole_matrices_are_orthogonalised_once(four: Ranks, name: str) -> None:
     """Each by one rank of those that share it."""
-    found = [each for each in ranks.run(orthogonalises_once, name, 1000) if each is not None]
+    found = [each for each in four.run(orthogonalises_once, name, 1000) if each is not None]
     assert sorted(number for number, _ in found) == WHOLE[name][2]
 
 
 @pytest.mark.gpu
-def test_rounds(ranks: Ranks) -> None:
+def test_rounds(four: Ranks) -> None:
     """What a rank gathers at a time is bounded: then there are several rounds."""
-    (_, several), (_, as_many) = ranks.run(orthogonalises_once, "fam", 1)[:2]
+    (_, several), (_, as_many) = four.run(orthogonalises_once, "fam", 1)[:2]
     assert several == as_many == 3
 
 

@@ -71,7 +71,7 @@ def contents(optimizer: FactoredOptimizer) -> list[Tensor]:
 
 
 def train(
-    recipe: str, lanes: int, *, steps: int = 4, records: bool = False, replays: bool = False
+    recipe: str, lanes: int, *, steps: int = 3, records: bool = False, replays: bool = False
 ) -> list[Any]:
     """Weights, states and what was recorded, after some steps, one of which is skipped."""
     with pytest.MonkeyPatch.context() as patched:
@@ -81,7 +81,7 @@ def train(
             optimizer.record_metrics(every=1)
         for number in range(steps):
             gradients(model, number)
-            if number == 2:
+            if number == min(2, steps - 2):
                 next(model.parameters()).grad[0, 0] = torch.nan  # type: ignore[index]
             optimizer.step()
         assert optimizer._fused is not None

@@ -37,7 +37,7 @@ from maxfactor_speech.training.progress import Reporter
 from maxfactor_speech.training.settings import SETTINGS, Settings, resumed
 from maxfactor_speech.training.trainer import Trainer
 from noise import prepared, weights
-from soak import amount
+from soak import IS_SOAK, amount
 
 resource: Any = pytest.importorskip("resource")  # limits and forks of POSIX
 
@@ -147,8 +147,12 @@ def outcome(call: Callable[[], T]) -> tuple[T | None, str | None]:
 def test_a_checkpoint_killed_between_any_two_writes(
     whole: Path, begun: Path, unsaved: Trainer, tmp_path: Path
 ) -> None:
-    """Every write of a checkpoint, one after the other, and from the first again in `make soak`."""
-    names, number, rounds = set(), 0, 0
+    """Every write of a checkpoint, one after the other, and from the first again in `make soak`.
+
+    Many writes change no name and no byte before they are killed, such as an `open` of a folder.
+    A training that is resumed sees files alone, so each state of them is resumed once.
+    """
+    names, states, number, rounds = set(), set(), 0, 0
     for _ in range(KILLS):
         out = copy_of(begun, tmp_path / "out")
         if not killed_at(number, partial(unsaved.save, out)):
@@ -156,10 +160,25 @@ def test_a_checkpoint_killed_between_any_two_writes(
             out = copy_of(begun, out)
             assert killed_at(number, partial(unsaved.save, out))
         names.add(checkpoint.checkpoints(out)[-1].name)
-        assert_ends_alike(out, whole)
+        state = files_of(out)
+        if IS_SOAK or state not in states:
+            assert_ends_alike(out, whole)
+        states.add(state)
         number += 1
     assert rounds >= 1  # so there was no write after the last kill
+    assert len(states) > 20
     assert names == {"step-00000001", "step-00000002"}  # killed before the new name, and after it
+
+
+def files_of(out: Path) -> frozenset[tuple[str, str | bytes | None]]:
+    """All names in a folder, with the target of a link and the content of a file."""
+
+    def content(path: Path) -> str | bytes | None:
+        if path.is_symlink():
+            return str(path.readlink())
+        return None if path.is_dir() else path.read_bytes()
+
+    return frozenset((str(path.relative_to(out)), content(path)) for path in out.rglob("*"))
 
 
 def test_a_checkpoint_killed_amid_a_write(
