@@ -25,7 +25,7 @@ Shapes = tuple[tuple[int, ...], ...]
 SHAPES: Shapes = ((5, 12), (9,))
 MANY: Shapes = ((4, 6),)  # of the run with most steps
 STEPS = {
-    "published": amount(2_000, 100_000),
+    "published": amount(10_000, 100_000),
     "fam": amount(150, 20_000),
     "orthogonal": amount(150, 20_000),
     "adafactor": amount(150, 20_000),
