@@ -191,7 +191,7 @@ def assumed_size(shape: tuple[int, ...], scale: str) -> float:
 
 def first_size(own: float, assumed: float, scale: str) -> float:
     """The size that the first step has, and later ones."""
-    if own < assumed * (1.0 if scale == "raised" else 0.1):
+    if own < assumed * (1.0 if scale == "raised" else 0.01):
         return assumed
     if scale == "usual" and assumed / 3.0 <= own < assumed:
         return math.sqrt(own * assumed)

@@ -314,11 +314,15 @@ def test_packed_runs_fill_batches(runs: list[int]) -> None:
     assert len(batches) <= large + math.ceil(sum(run for run in runs if run <= 24) / 24)
 
 
-def test_windows_change_places_so_that_batches_are_full() -> None:
+@pytest.mark.parametrize(("lanes", "count"), [(1, 24), (2, 12)])
+def test_windows_change_places_so_that_batches_are_full(
+    lanes: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Encoder windows of Whisper-large-v3 have 8, 8 and 4 square matrices, decoder windows 12, 8.
 
     In this order 20 of them fit into 24. Matrices of a window stay together.
     """
+    monkeypatch.setattr(workspace, "LANES", lanes)
     runs = [8, 8, 4] * 6 + [12, 8] * 12
     windows = [window for window, run in enumerate(runs) for _ in range(run)]
     param = torch.nn.Parameter(torch.empty(1280, 1280, device="meta"))
@@ -331,7 +335,7 @@ def test_windows_change_places_so_that_batches_are_full() -> None:
     sizes = [len(own) for own in fused.by_window(range(len(found)), found)]
     assert sorted(sizes) == sorted(runs)
     [batches] = batches_of([fused.kind_of(found, torch.float16)])
-    assert [sum(each.parts) for each in batches] == [24] * (sum(runs) // 24)
+    assert [sum(each.parts) for each in batches] == [count] * (sum(runs) // count)
 
 
 def test_matrices_of_odd_sizes_are_not_batched_across_windows() -> None:

@@ -111,11 +111,11 @@ SCALES: tuple[Scale, ...] = ("initial", "usual", "raised")
 
 
 def test_a_matrix_that_begins_near_zero_takes_the_size_of_its_shape() -> None:
-    """From a tenth of it on, its own. Later the first size stays; a vector has none at zero."""
+    """From a hundredth of it on, its own. Later the first size stays; a vector has none at zero."""
     assumed = torch.tensor(0.5)
     initial, usual, raised = (MaxFactorSettings(scale=scale).rules.matrix for scale in SCALES)
     for t in (1, torch.tensor(1)):
-        for own, expected in ((0.0, 0.5), (0.049, 0.5), (0.05, 0.05), (0.08, 0.08), (3.0, 3.0)):
+        for own, expected in ((0.0, 0.5), (0.0049, 0.5), (0.005, 0.005), (0.04, 0.04), (3.0, 3.0)):
             size, state = reference.weight_size(torch.tensor(own), assumed, t, initial)
             assert size.item() == state["initial_rms"].item() == torch.tensor(expected).item()
         for own, expected in ((0.0, 0.5), (0.06, 0.06), (0.16, 0.16), (0.18, 0.3), (0.51, 0.51)):

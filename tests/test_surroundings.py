@@ -326,8 +326,9 @@ def test_a_matrix_that_begins_at_zero_grows(backend: dict[str, Any], direction: 
     ("scale", "shape", "own", "size"),
     [
         ("initial", (6, 8), 0.03, 0.03),  # small, but not near zero
-        ("initial", (6, 8), 0.02, 1 / math.sqrt(3 * 8)),
-        ("usual", (6, 8), 0.02, 1 / math.sqrt(3 * 8)),  # near zero
+        ("initial", (6, 8), 0.002, 1 / math.sqrt(3 * 8)),
+        ("usual", (6, 8), 0.002, 1 / math.sqrt(3 * 8)),  # near zero
+        ("usual", (6, 8), 0.016, 0.016),  # as in networks of sines, .08 of the usual size
         ("usual", (6, 8), 0.06, 0.06),  # small on purpose
         ("usual", (6, 8), 0.07, math.sqrt(0.07 / math.sqrt(3 * 8))),
         ("usual", (6, 8), 0.3, 0.3),

@@ -97,8 +97,8 @@ class MaxFactor(FactoredOptimizer):
             hidden matrices and convolutions; give embeddings and heads a group of their own.
         scale: What (3) scales by: "current" for RMS(W), "initial" for the RMS that each parameter
             had before its first step, so that growing weights do not get larger steps. A matrix
-            that begins at zero, or below a tenth of 1 / sqrt(3 * fan_in), counts as that, the RMS
-            with which torch.nn.Linear begins. A vector that was zero is scaled by its present RMS.
+            that begins at zero, or below a hundredth of 1 / sqrt(3 * fan_in), counts as that, the
+            RMS with which torch.nn.Linear begins. A vector that was zero is scaled by its present RMS.
             "usual" is the same, and a matrix that begins smaller than that, but not smaller than a
             third of it, counts as the geometric mean of both. "raised" is "initial" with a least
             size of min(0.1, sqrt(2 / fan_in)) for a matrix.

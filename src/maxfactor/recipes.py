@@ -103,6 +103,8 @@ OWN: dict[RecipeName, Recipe] = {
             "direction": "factored",
         },
         {
+            # Matrices that begin at zero move as if their RMS were 0.005.
+            "hidden": {"eps": (1e-10, 0.005)},
             "conv": {**ORTHOGONAL, "scale": "raised"},
             "tensor": {"scale": "raised"},
             "embedding": {"scale": "raised"},

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 BATCH_BYTES = 254 << 20  # at most borrowed for batches, unless a single tensor needs more
-LANES = 1  # batches that are worked on side by side, in parts of this memory; see `lane_sizes`
+LANES = 2  # batches that are worked on side by side, in parts of this memory; see `lane_sizes`
 ROUND_ELEMENTS = 26 << 20  # at most gathered by a rank at a time, unless a tensor has more
 GRAIN = 64  # elements: matrices of a kind begin on 128 bytes at least
 
@@ -248,7 +248,10 @@ def batches_of(kinds: Sequence[Alike]) -> list[list[LaneParts]]:
     Example:
         >>> for batch in batches_of([alike(1280, 1280, [4, 4, 8, 2, 9], 1, torch.float16)])[0]:
         ...     print(batch.lane, batch.parts)
-        0 [4, 4, 8, 2, 9]
+        0 [4, 4]
+        1 [8]
+        0 [2]
+        1 [9]
     """
     largest = max((kind.layout([part]).nbytes for kind in kinds for part in kind.parts), default=0)
     sizes = lane_sizes(largest)
@@ -280,8 +283,8 @@ def lane_sizes(largest: int) -> list[int]:
         largest: Bytes of the largest part.
 
     Example:
-        >>> [size >> 20 for size in lane_sizes(0)]
-        [254]
+        >>> [size >> 20 for size in lane_sizes(0)], [size >> 20 for size in lane_sizes(180 << 20)]
+        ([127, 127], [254])
     """
     for others in range(LANES - 1, 0, -1):
         first = max(largest, BATCH_BYTES // (others + 1))
