@@ -167,6 +167,16 @@ def test_heads(model: list[nn.Module], kinds: list[str]) -> None:
         assert set(weights) & set(found[kind]), (index, kind, found)
 
 
+@pytest.mark.parametrize("container", [nn.Sequential, lambda *blocks: nn.ModuleList(blocks)])
+def test_repeated_blocks_have_no_heads(container: Any) -> None:
+    """A gated layer as wide as the vocabulary; nothing takes that width, as the gate halves it."""
+    blocks = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GLU()) for _ in range(3)]
+    model = nn.Sequential(nn.Embedding(32, 16), container(*blocks), nn.Linear(16, 32))
+    found = groups_of(model)
+    assert found["hidden"] == ["1.0.1.weight", "1.1.1.weight", "1.2.1.weight"]
+    assert found["head"] == ["2.weight"]
+
+
 def test_a_head_beside_its_backbone() -> None:
     """Whatever its width is; wrappers, norms and dropout do not count."""
 

@@ -67,9 +67,9 @@ def for_model(
         vector     norms, biases, scalars: without weight decay
 
     A head is a layer that the model names as such (`get_output_embeddings()` of transformers), or a
-    linear layer that is the model's last or projects to an embedding's vocabulary size, if no
-    other layer takes inputs of that width. If there is none of these, it is a linear layer that
-    comes last, right after a module that holds other layers.
+    linear layer that is the model's last, or that projects to an embedding's vocabulary size
+    outside of repeated blocks, if no other layer takes inputs of that width. If there is none of
+    these, it is a linear layer that comes last, right after a module that holds other layers.
 
     A parameter outside of known layers is sorted by its shape: a matrix is `embedding` if its
     module also has layers, else `hidden`.
@@ -415,17 +415,31 @@ def _heads(model: nn.Module) -> set[nn.Module]:
     modules = list(model.modules())
     linears = [module for module in modules if _is_linear(module)]
     vocabularies = {module.num_embeddings for module in modules if isinstance(module, EMBEDDINGS)}
-    heads = {
+    inner = _inside_blocks(modules)  # a vocabulary's width is a coincidence there
+    likely = [
         linear
         for linear in linears
-        if (linear is linears[-1] or _output_width(linear) in vocabularies)
-        and _is_last_in_line(linear, modules, linears[-1])
-    }
+        if linear is linears[-1] or (_output_width(linear) in vocabularies and linear not in inner)
+    ]
+    heads = {linear for linear in likely if _is_last_in_line(linear, modules, linears[-1])}
     for module in modules:
         named = getattr(module, "get_output_embeddings", lambda: None)()
         if isinstance(named, nn.Module):
             heads.update(named.modules())
     return heads or _beside_backbone(model)
+
+
+def _inside_blocks(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """The modules inside repeated blocks: siblings of one type, with parameters of one shape."""
+    inside = set[nn.Module]()
+    for module in modules:
+        alike: dict[Any, list[nn.Module]] = {}
+        for child in module.children():
+            shapes = tuple(param.shape for param in child.parameters())
+            alike.setdefault((type(child), shapes), []).append(child)
+        blocks = [block for siblings in alike.values() if len(siblings) > 1 for block in siblings]
+        inside.update(each for block in blocks for each in block.modules() if each is not block)
+    return inside
 
 
 def _is_last_in_line(linear: nn.Module, modules: list[nn.Module], last: nn.Module) -> bool:
