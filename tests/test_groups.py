@@ -177,6 +177,20 @@ def test_repeated_blocks_have_no_heads(container: Any) -> None:
     assert found["head"] == ["2.weight"]
 
 
+def test_a_head_for_each_task() -> None:
+    def heads_of(*layers: nn.Module) -> list[str]:
+        return groups_of(nn.ModuleList([nn.Conv2d(3, 16, 3), nn.ModuleList(layers)]))["head"]
+
+    tasks = nn.Linear(16, 5), nn.Linear(16, 3), nn.Linear(16, 5)  # three, as many as colours
+    assert heads_of(*tasks) == ["1.0.weight", "1.1.weight", "1.2.weight"]
+    assert heads_of(nn.ModuleDict({"tag": nn.Linear(16, 5), "name": nn.Linear(16, 7)})) == [
+        "1.0.tag.weight",
+        "1.0.name.weight",
+    ]
+    layers = nn.Linear(16, 24), nn.Linear(24, 16), nn.Linear(16, 5)  # one after the other
+    assert heads_of(*layers) == ["1.2.weight"]
+
+
 def test_a_head_beside_its_backbone() -> None:
     """Whatever its width is; wrappers, norms and dropout do not count."""
 

@@ -68,7 +68,8 @@ def for_model(
 
     A head is a layer that the model names as such (`get_output_embeddings()` of transformers), or a
     linear layer that is the model's last, or that projects to an embedding's vocabulary size
-    outside of repeated blocks, if no other layer takes inputs of that width. If there is none of
+    outside of repeated blocks, if no other layer takes inputs of that width. Layers beside the last
+    one in a ModuleList or ModuleDict, with the same input, count as last, too. If there is none of
     these, it is a linear layer that comes last, right after a module that holds other layers.
 
     A parameter outside of known layers is sorted by its shape: a matrix is `embedding` if its
@@ -416,17 +417,28 @@ def _heads(model: nn.Module) -> set[nn.Module]:
     linears = [module for module in modules if _is_linear(module)]
     vocabularies = {module.num_embeddings for module in modules if isinstance(module, EMBEDDINGS)}
     inner = _inside_blocks(modules)  # a vocabulary's width is a coincidence there
-    likely = [
-        linear
-        for linear in linears
-        if linear is linears[-1] or (_output_width(linear) in vocabularies and linear not in inner)
-    ]
-    heads = {linear for linear in likely if _is_last_in_line(linear, modules, linears[-1])}
+    last = _last_linears(modules)
+    likely = {each for each in linears if _output_width(each) in vocabularies} - inner | last
+    heads = {linear for linear in likely if _is_last_in_line(linear, modules, last)}
     for module in modules:
         named = getattr(module, "get_output_embeddings", lambda: None)()
         if isinstance(named, nn.Module):
             heads.update(named.modules())
     return heads or _beside_backbone(model)
+
+
+def _last_linears(modules: list[nn.Module]) -> set[nn.Module]:
+    """The last linear layer, and those beside it in a ModuleList with the same input.
+
+    Such as one head for each task.
+    """
+    linears = [module for module in modules if _is_linear(module)]
+    last = set(linears[-1:])
+    for module in modules:
+        beside = set(module.children()).intersection(linears)
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and last <= beside:
+            last |= {each for each in beside if _input_width(each) == _input_width(linears[-1])}
+    return last
 
 
 def _inside_blocks(modules: Iterable[nn.Module]) -> set[nn.Module]:
@@ -442,12 +454,12 @@ def _inside_blocks(modules: Iterable[nn.Module]) -> set[nn.Module]:
     return inside
 
 
-def _is_last_in_line(linear: nn.Module, modules: list[nn.Module], last: nn.Module) -> bool:
+def _is_last_in_line(linear: nn.Module, modules: list[nn.Module], last: set[nn.Module]) -> bool:
     """Whether no other layer takes inputs of the width that a linear layer puts out."""
     layers = [module for module in modules if _input_width(module) is not None]
     width, first = _output_width(linear), layers[0]
     # A first convolution takes the model's input: three classes are not three colours.
-    is_free = linear is last and isinstance(first, _ConvNd)
+    is_free = linear in last and isinstance(first, _ConvNd)
     others = (each for each in layers if each is not linear and not (is_free and each is first))
     return all(_input_width(each) != width for each in others)
 
