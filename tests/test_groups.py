@@ -104,6 +104,7 @@ def test_a_model_of_ones_own() -> None:
         (nn.Conv1d(8, 8, 3), "bias", "vector"),
         (weight_norm(nn.Conv1d(8, 8, 3)), "parametrizations.weight.original0", "vector"),
         (weight_norm(nn.Conv1d(8, 8, 3)), "parametrizations.weight.original1", "conv"),
+        (weight_norm(nn.Conv1d(8, 6, 1)), "parametrizations.weight.original1", "head"),
         (nn.EmbeddingBag(10, 4), "weight", "embedding"),
         (nn.Embedding(1, 4), "weight", "embedding"),
         (nn.LSTM(4, 6), "weight_ih_l0", "hidden"),
@@ -120,10 +121,23 @@ def test_a_model_of_ones_own() -> None:
         (Own(5, 7), "weight", "hidden"),
         (Own(1, 5, 7), "weight", "embedding"),
         (Own(3, 5, 7), "weight", "tensor"),
+        (weight_norm(Own(5, 7)), "parametrizations.weight.original1", "hidden"),
     ],
 )
 def test_a_layer(layer: nn.Module, name: Any, kind: str) -> None:
     assert kind_of(layer, name) == kind
+
+
+def test_lists_of_parameters() -> None:
+    """They belong to the module that holds the list: tables beside layers, or its weights."""
+    tables = nn.ParameterList([torch.randn(9, 8), torch.randn(8)])
+    nested = nn.ParameterDict({"tables": nn.ParameterList([torch.randn(9, 8)])})
+    model = nn.ModuleDict({"tables": tables, "nested": nested, "layer": nn.Linear(8, 8)})
+    found = groups_of(nn.ModuleList([model, nn.Linear(8, 3)]))
+    assert found["embedding"] == ["0.tables.0", "0.nested.tables.0"]
+    assert found["vector"] == ["0.tables.1", "0.layer.bias", "1.bias"]
+    weights = nn.ModuleDict({"weights": nn.ParameterList([torch.randn(9, 8)])})
+    assert kind_of(weights, "weights.0") == "hidden"
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+LISTS = (nn.ParameterList, nn.ParameterDict)
+PARTS = (*LISTS, ParametrizationList)  # their parameters belong to the module that they are in
 
 # The attribute of each layer type with the width of its input; of embeddings, the output.
 INPUT_WIDTHS = (
@@ -73,7 +75,8 @@ def for_model(
     these, it is a linear layer that comes last, right after a module that holds other layers.
 
     A parameter outside of known layers is sorted by its shape: a matrix is `embedding` if its
-    module also has layers, else `hidden`.
+    module also has layers, else `hidden`. Parameters in a ParameterList or ParameterDict belong to
+    the module that holds the list.
 
     The key `kind` of each group has its kind; `optimizer.describe()` shows them. Tied parameters
     appear once. Frozen ones are left out, and so are the sinusoids of Whisper's encoder: a table
@@ -369,14 +372,22 @@ def _kinds(model: nn.Module) -> dict[Tensor, str]:
 def _owned(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """Yield each module with the names and parameters that it owns."""
     for module in model.modules():
-        if is_parametrized(module):  # the layer owns the parts of its weight
-            parametrizations = cast("nn.ModuleDict", module.parametrizations)
-            for name, parts in parametrizations.items():
-                for key, param in parts.named_parameters(recurse=False):
-                    yield module, f"{name}.{key}", param
-        if not isinstance(module, ParametrizationList):
-            for key, param in module.named_parameters(recurse=False, remove_duplicate=False):
+        if module is model or not isinstance(module, PARTS):
+            for key, param in _own_parameters(module):
                 yield module, key, param
+
+
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a module, and those in its lists, dicts and parametrizations."""
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    parts: dict[str, nn.Module] = {
+        key: each for key, each in module.named_children() if isinstance(each, LISTS)
+    }
+    if is_parametrized(module):
+        parts.update(cast("nn.ModuleDict", module.parametrizations).items())
+    for name, part in parts.items():
+        for key, param in _own_parameters(part):
+            yield f"{name}.{key}", param
 
 
 def _kind(module: nn.Module, key: str, param: Tensor, *, is_head: bool) -> str:
@@ -402,7 +413,10 @@ def _bare_kind(module: nn.Module, param: Tensor) -> str:
         return "vector"
     if ndim > 2:
         return "tensor"
-    holds_layers = any(True for child in module.children() for _ in child.parameters())
+    inner = [
+        each for each in module.modules() if each is not module and not isinstance(each, PARTS)
+    ]
+    holds_layers = any(True for each in inner for _ in each.parameters(recurse=False))
     is_table = param.ndim > 2 or holds_layers  # (1, n, d) is added to activations
     return "embedding" if is_table else "hidden"
 
