@@ -44,9 +44,9 @@ class Decoder(nn.Module):
 class Own(nn.Module):
     """A module with nothing but one parameter."""
 
-    def __init__(self, *shape: int) -> None:
+    def __init__(self, *shape: int, name: str = "weight") -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(shape))
+        self.register_parameter(name, nn.Parameter(torch.randn(shape)))
 
 
 class Norm(nn.Module):
@@ -121,6 +121,14 @@ def test_a_model_of_ones_own() -> None:
         (Own(5, 7), "weight", "hidden"),
         (Own(1, 5, 7), "weight", "embedding"),
         (Own(3, 5, 7), "weight", "tensor"),
+        # By name, if it is a matrix: a linear layer of one's own, or something else.
+        (Own(5, 7, name="in_proj_weight"), "in_proj_weight", "hidden"),
+        (Own(5, 7, name="W1"), "W1", "hidden"),
+        (Own(5, 7, name="kernel"), "kernel", "hidden"),
+        (nn.LSTMCell(4, 6), "weight_ih", "hidden"),
+        (Own(5, 7, name="log_A_real"), "log_A_real", "embedding"),
+        (Own(5, 7, name="window"), "window", "embedding"),
+        (Own(3, 5, 7, name="C"), "C", "tensor"),
         (weight_norm(Own(5, 7)), "parametrizations.weight.original1", "hidden"),
     ],
 )

@@ -1,12 +1,14 @@
 """`for_model`: sorts the parameters of a model into groups by the layers that own them.
 
 The kind of a parameter depends on the types of the modules that own it and on shapes. It does not
-depend on the names of layers, on the device, or on sharding.
+depend on the names of layers, on the device, or on sharding. Only the parameters of modules of
+unknown types are also told apart by their own names: a `weight` is a linear map.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from numbers import Real
 from typing import TYPE_CHECKING, Any, cast
 
@@ -44,6 +46,9 @@ INPUT_WIDTHS = (
     (EMBEDDINGS, "embedding_dim"),
 )
 
+# Words in the names of linear maps: `weight`, `in_proj_weight`, `W1`, `kernel`.
+WEIGHT_WORDS = {"weight", "weights", "kernel", "kernels", "w"}
+
 # A tied weight has several owners. Its kind is the first of these among those of its owners.
 PRECEDENCE = ("adapter", "embedding", "head", "conv", "tensor", "hidden", "vector")
 
@@ -74,9 +79,10 @@ def for_model(
     one in a ModuleList or ModuleDict, with the same input, count as last, too. If there is none of
     these, it is a linear layer that comes last, right after a module that holds other layers.
 
-    A parameter outside of known layers is sorted by its shape: a matrix is `embedding` if its
-    module also has layers, else `hidden`. Parameters in a ParameterList or ParameterDict belong to
-    the module that holds the list.
+    A matrix outside of known layers is `hidden` if it looks like the weight of a linear layer: its
+    module has no layers inside, and it is named `weight`, `kernel` or `w`, as in `in_proj_weight`.
+    Others are `embedding`: positional tables, codebooks, the `A_log` of Mamba. Parameters in a
+    ParameterList or ParameterDict belong to the module that holds the list.
 
     The key `kind` of each group has its kind; `optimizer.describe()` shows them. Tied parameters
     appear once. Frozen ones are left out, and so are the sinusoids of Whisper's encoder: a table
@@ -403,22 +409,28 @@ def _kind(module: nn.Module, key: str, param: Tensor, *, is_head: bool) -> str:
         return "hidden"
     if isinstance(module, _ConvNd):
         return "conv"
-    return _bare_kind(module, param)
+    return _bare_kind(module, key, param)
 
 
-def _bare_kind(module: nn.Module, param: Tensor) -> str:
-    """The kind of a parameter in a module of unknown type, by its shape."""
+def _bare_kind(module: nn.Module, key: str, param: Tensor) -> str:
+    """The kind of a parameter in a module of unknown type."""
     ndim = _ndim_without_ones(param)
     if ndim < 2:
         return "vector"
     if ndim > 2:
         return "tensor"
+    if param.ndim > 2 or _holds_layers(module):  # (1, n, d) is added to activations
+        return "embedding"
+    words = re.split(r"[\W\d_]+", key.lower())
+    return "embedding" if WEIGHT_WORDS.isdisjoint(words) else "hidden"
+
+
+def _holds_layers(module: nn.Module) -> bool:
+    """Whether modules inside it have parameters of their own."""
     inner = [
         each for each in module.modules() if each is not module and not isinstance(each, PARTS)
     ]
-    holds_layers = any(True for each in inner for _ in each.parameters(recurse=False))
-    is_table = param.ndim > 2 or holds_layers  # (1, n, d) is added to activations
-    return "embedding" if is_table else "hidden"
+    return any(True for each in inner for _ in each.parameters(recurse=False))
 
 
 def _ndim_without_ones(param: Tensor) -> int:
