@@ -129,6 +129,9 @@ def test_a_model_of_ones_own() -> None:
         (Own(5, 7, name="log_A_real"), "log_A_real", "embedding"),
         (Own(5, 7, name="window"), "window", "embedding"),
         (Own(3, 5, 7, name="C"), "C", "tensor"),
+        (Own(3, 7, name="bias"), "bias", "vector"),
+        (Own(3, 1, 7, name="down_proj_bias"), "down_proj_bias", "vector"),
+        (Own(9, 4, name="position_bias_table"), "position_bias_table", "embedding"),
         (weight_norm(Own(5, 7)), "parametrizations.weight.original1", "hidden"),
     ],
 )

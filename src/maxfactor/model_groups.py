@@ -2,7 +2,7 @@
 
 The kind of a parameter depends on the types of the modules that own it and on shapes. It does not
 depend on the names of layers, on the device, or on sharding. Only the parameters of modules of
-unknown types are also told apart by their own names: a `weight` is a linear map.
+unknown types are also told apart by their own names: a `weight` is a linear map, a `bias` a vector.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def for_model(
 
     A matrix outside of known layers is `hidden` if it looks like the weight of a linear layer: its
     module has no layers inside, and it is named `weight`, `kernel` or `w`, as in `in_proj_weight`.
-    Others are `embedding`: positional tables, codebooks, the `A_log` of Mamba. Parameters in a
-    ParameterList or ParameterDict belong to the module that holds the list.
+    Others are `embedding`: positional tables, codebooks, the `A_log` of Mamba. A name that ends in
+    `bias` makes it a `vector`, such as the biases of stacked experts. Parameters in a ParameterList
+    or ParameterDict belong to the module that holds the list.
 
     The key `kind` of each group has its kind; `optimizer.describe()` shows them. Tied parameters
     appear once. Frozen ones are left out, and so are the sinusoids of Whisper's encoder: a table
@@ -415,7 +416,7 @@ def _kind(module: nn.Module, key: str, param: Tensor, *, is_head: bool) -> str:
 def _bare_kind(module: nn.Module, key: str, param: Tensor) -> str:
     """The kind of a parameter in a module of unknown type."""
     ndim = _ndim_without_ones(param)
-    if ndim < 2:
+    if ndim < 2 or key.split(".")[0].endswith("bias"):  # (experts, n) is a bias for each expert
         return "vector"
     if ndim > 2:
         return "tensor"
