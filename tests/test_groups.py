@@ -125,6 +125,7 @@ def test_a_model_of_ones_own() -> None:
         (Own(5, 7, name="in_proj_weight"), "in_proj_weight", "hidden"),
         (Own(5, 7, name="W1"), "W1", "hidden"),
         (Own(5, 7, name="kernel"), "kernel", "hidden"),
+        (Own(5, 7, name="text_projection"), "text_projection", "hidden"),
         (nn.LSTMCell(4, 6), "weight_ih", "hidden"),
         (Own(5, 7, name="log_A_real"), "log_A_real", "embedding"),
         (Own(5, 7, name="window"), "window", "embedding"),

@@ -1,8 +1,8 @@
 """`for_model`: sorts the parameters of a model into groups by the layers that own them.
 
 The kind of a parameter depends on the types of the modules that own it and on shapes. It does not
-depend on the names of layers, on the device, or on sharding. Only the parameters of modules of
-unknown types are also told apart by their own names: a `weight` is a linear map, a `bias` a vector.
+depend on the names of layers, on the device, or on sharding. Parameters of modules of unknown types
+are also told apart by their own names: a `weight` is a linear map, a `bias` a vector.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ INPUT_WIDTHS = (
     (EMBEDDINGS, "embedding_dim"),
 )
 
-# Words in the names of linear maps: `weight`, `in_proj_weight`, `W1`, `kernel`.
-WEIGHT_WORDS = {"weight", "weights", "kernel", "kernels", "w"}
+# Words in the names of linear maps: `weight`, `in_proj_weight`, `W1`, `kernel`, `text_projection`.
+WEIGHT_WORDS = {"weight", "weights", "kernel", "kernels", "w", "proj", "projection"}
 
 # A tied weight has several owners. Its kind is the first of these among those of its owners.
 PRECEDENCE = ("adapter", "embedding", "head", "conv", "tensor", "hidden", "vector")
@@ -80,10 +80,10 @@ def for_model(
     these, it is a linear layer that comes last, right after a module that holds other layers.
 
     A matrix outside of known layers is `hidden` if it looks like the weight of a linear layer: its
-    module has no layers inside, and it is named `weight`, `kernel` or `w`, as in `in_proj_weight`.
-    Others are `embedding`: positional tables, codebooks, the `A_log` of Mamba. A name that ends in
-    `bias` makes it a `vector`, such as the biases of stacked experts. Parameters in a ParameterList
-    or ParameterDict belong to the module that holds the list.
+    module has no layers inside, and one of the words in its name is `weight`, `kernel`, `w`, `proj`
+    or `projection`. Others are `embedding`: positional tables, codebooks, the `A_log` of Mamba. A
+    name that ends in `bias` makes it a `vector`, such as the biases of stacked experts. Parameters
+    in a ParameterList or ParameterDict belong to the module that holds the list.
 
     The key `kind` of each group has its kind; `optimizer.describe()` shows them. Tied parameters
     appear once. Frozen ones are left out, and so are the sinusoids of Whisper's encoder: a table
