@@ -445,7 +445,8 @@ def _heads(model: nn.Module) -> set[nn.Module]:
     vocabularies = {module.num_embeddings for module in modules if isinstance(module, EMBEDDINGS)}
     inner = _inside_blocks(modules)  # a vocabulary's width is a coincidence there
     last = _last_linears(modules)
-    likely = {each for each in linears if _output_width(each) in vocabularies} - inner | last
+    wide = {each for each in linears if _output_width(each) in vocabularies}
+    likely = (wide - inner) | last
     heads = {linear for linear in likely if _is_last_in_line(linear, modules, last)}
     for module in modules:
         named = getattr(module, "get_output_embeddings", lambda: None)()
