@@ -44,9 +44,9 @@ class Decoder(nn.Module):
 class Own(nn.Module):
     """A module with nothing but one parameter."""
 
-    def __init__(self, *shape: int) -> None:
+    def __init__(self, *shape: int, name: str = "weight") -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(shape))
+        self.register_parameter(name, nn.Parameter(torch.randn(shape)))
 
 
 class Norm(nn.Module):
@@ -104,6 +104,7 @@ def test_a_model_of_ones_own() -> None:
         (nn.Conv1d(8, 8, 3), "bias", "vector"),
         (weight_norm(nn.Conv1d(8, 8, 3)), "parametrizations.weight.original0", "vector"),
         (weight_norm(nn.Conv1d(8, 8, 3)), "parametrizations.weight.original1", "conv"),
+        (weight_norm(nn.Conv1d(8, 6, 1)), "parametrizations.weight.original1", "head"),
         (nn.EmbeddingBag(10, 4), "weight", "embedding"),
         (nn.Embedding(1, 4), "weight", "embedding"),
         (nn.LSTM(4, 6), "weight_ih_l0", "hidden"),
@@ -120,10 +121,35 @@ def test_a_model_of_ones_own() -> None:
         (Own(5, 7), "weight", "hidden"),
         (Own(1, 5, 7), "weight", "embedding"),
         (Own(3, 5, 7), "weight", "tensor"),
+        # By name, if it is a matrix: a linear layer of one's own, or something else.
+        (Own(5, 7, name="in_proj_weight"), "in_proj_weight", "hidden"),
+        (Own(5, 7, name="W1"), "W1", "hidden"),
+        (Own(5, 7, name="kernel"), "kernel", "hidden"),
+        (Own(5, 7, name="text_projection"), "text_projection", "hidden"),
+        (nn.LSTMCell(4, 6), "weight_ih", "hidden"),
+        (Own(5, 7, name="log_A_real"), "log_A_real", "embedding"),
+        (Own(5, 7, name="window"), "window", "embedding"),
+        (Own(3, 5, 7, name="C"), "C", "tensor"),
+        (Own(3, 7, name="bias"), "bias", "vector"),
+        (Own(3, 1, 7, name="down_proj_bias"), "down_proj_bias", "vector"),
+        (Own(9, 4, name="position_bias_table"), "position_bias_table", "embedding"),
+        (weight_norm(Own(5, 7)), "parametrizations.weight.original1", "hidden"),
     ],
 )
 def test_a_layer(layer: nn.Module, name: Any, kind: str) -> None:
     assert kind_of(layer, name) == kind
+
+
+def test_lists_of_parameters() -> None:
+    """They belong to the module that holds the list: tables beside layers, or its weights."""
+    tables = nn.ParameterList([torch.randn(9, 8), torch.randn(8)])
+    nested = nn.ParameterDict({"tables": nn.ParameterList([torch.randn(9, 8)])})
+    model = nn.ModuleDict({"tables": tables, "nested": nested, "layer": nn.Linear(8, 8)})
+    found = groups_of(nn.ModuleList([model, nn.Linear(8, 3)]))
+    assert found["embedding"] == ["0.tables.0", "0.nested.tables.0"]
+    assert found["vector"] == ["0.tables.1", "0.layer.bias", "1.bias"]
+    weights = nn.ModuleDict({"weights": nn.ParameterList([torch.randn(9, 8)])})
+    assert kind_of(weights, "weights.0") == "hidden"
 
 
 @pytest.mark.parametrize(
@@ -165,6 +191,30 @@ def test_heads(model: list[nn.Module], kinds: list[str]) -> None:
     for index, kind in enumerate(kinds):
         weights = (f"{index}.weight", f"{index}.parametrizations.weight.original1")
         assert set(weights) & set(found[kind]), (index, kind, found)
+
+
+@pytest.mark.parametrize("container", [nn.Sequential, lambda *blocks: nn.ModuleList(blocks)])
+def test_repeated_blocks_have_no_heads(container: Any) -> None:
+    """A gated layer as wide as the vocabulary; nothing takes that width, as the gate halves it."""
+    blocks = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GLU()) for _ in range(3)]
+    model = nn.Sequential(nn.Embedding(32, 16), container(*blocks), nn.Linear(16, 32))
+    found = groups_of(model)
+    assert found["hidden"] == ["1.0.1.weight", "1.1.1.weight", "1.2.1.weight"]
+    assert found["head"] == ["2.weight"]
+
+
+def test_a_head_for_each_task() -> None:
+    def heads_of(*layers: nn.Module) -> list[str]:
+        return groups_of(nn.ModuleList([nn.Conv2d(3, 16, 3), nn.ModuleList(layers)]))["head"]
+
+    tasks = nn.Linear(16, 5), nn.Linear(16, 3), nn.Linear(16, 5)  # three, as many as colours
+    assert heads_of(*tasks) == ["1.0.weight", "1.1.weight", "1.2.weight"]
+    assert heads_of(nn.ModuleDict({"tag": nn.Linear(16, 5), "name": nn.Linear(16, 7)})) == [
+        "1.0.tag.weight",
+        "1.0.name.weight",
+    ]
+    layers = nn.Linear(16, 24), nn.Linear(24, 16), nn.Linear(16, 5)  # one after the other
+    assert heads_of(*layers) == ["1.2.weight"]
 
 
 def test_a_head_beside_its_backbone() -> None:

@@ -1,12 +1,14 @@
 """`for_model`: sorts the parameters of a model into groups by the layers that own them.
 
 The kind of a parameter depends on the types of the modules that own it and on shapes. It does not
-depend on the names of layers, on the device, or on sharding.
+depend on the names of layers, on the device, or on sharding. Parameters of modules of unknown types
+are also told apart by their own names: a `weight` is a linear map, a `bias` a vector.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from numbers import Real
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+LISTS = (nn.ParameterList, nn.ParameterDict)
+PARTS = (*LISTS, ParametrizationList)  # their parameters belong to the module that they are in
 
 # The attribute of each layer type with the width of its input; of embeddings, the output.
 INPUT_WIDTHS = (
@@ -41,6 +45,9 @@ INPUT_WIDTHS = (
     (nn.RNNBase, "input_size"),
     (EMBEDDINGS, "embedding_dim"),
 )
+
+# Words in the names of linear maps: `weight`, `in_proj_weight`, `W1`, `kernel`, `text_projection`.
+WEIGHT_WORDS = {"weight", "weights", "kernel", "kernels", "w", "proj", "projection"}
 
 # A tied weight has several owners. Its kind is the first of these among those of its owners.
 PRECEDENCE = ("adapter", "embedding", "head", "conv", "tensor", "hidden", "vector")
@@ -67,12 +74,16 @@ def for_model(
         vector     norms, biases, scalars: without weight decay
 
     A head is a layer that the model names as such (`get_output_embeddings()` of transformers), or a
-    linear layer that is the model's last or projects to an embedding's vocabulary size, if no
-    other layer takes inputs of that width. If there is none of these, it is a linear layer that
-    comes last, right after a module that holds other layers.
+    linear layer that is the model's last, or that projects to an embedding's vocabulary size
+    outside of repeated blocks, if no other layer takes inputs of that width. Layers beside the last
+    one in a ModuleList or ModuleDict, with the same input, count as last, too. If there is none of
+    these, it is a linear layer that comes last, right after a module that holds other layers.
 
-    A parameter outside of known layers is sorted by its shape: a matrix is `embedding` if its
-    module also has layers, else `hidden`.
+    A matrix outside of known layers is `hidden` if it looks like the weight of a linear layer: its
+    module has no layers inside, and one of the words in its name is `weight`, `kernel`, `w`, `proj`
+    or `projection`. Others are `embedding`: positional tables, codebooks, the `A_log` of Mamba. A
+    name that ends in `bias` makes it a `vector`, such as the biases of stacked experts. Parameters
+    in a ParameterList or ParameterDict belong to the module that holds the list.
 
     The key `kind` of each group has its kind; `optimizer.describe()` shows them. Tied parameters
     appear once. Frozen ones are left out, and so are the sinusoids of Whisper's encoder: a table
@@ -368,14 +379,22 @@ def _kinds(model: nn.Module) -> dict[Tensor, str]:
 def _owned(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """Yield each module with the names and parameters that it owns."""
     for module in model.modules():
-        if is_parametrized(module):  # the layer owns the parts of its weight
-            parametrizations = cast("nn.ModuleDict", module.parametrizations)
-            for name, parts in parametrizations.items():
-                for key, param in parts.named_parameters(recurse=False):
-                    yield module, f"{name}.{key}", param
-        if not isinstance(module, ParametrizationList):
-            for key, param in module.named_parameters(recurse=False, remove_duplicate=False):
+        if module is model or not isinstance(module, PARTS):
+            for key, param in _own_parameters(module):
                 yield module, key, param
+
+
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a module, and those in its lists, dicts and parametrizations."""
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    parts: dict[str, nn.Module] = {
+        key: each for key, each in module.named_children() if isinstance(each, LISTS)
+    }
+    if is_parametrized(module):
+        parts.update(cast("nn.ModuleDict", module.parametrizations).items())
+    for name, part in parts.items():
+        for key, param in _own_parameters(part):
+            yield f"{name}.{key}", param
 
 
 def _kind(module: nn.Module, key: str, param: Tensor, *, is_head: bool) -> str:
@@ -391,19 +410,28 @@ def _kind(module: nn.Module, key: str, param: Tensor, *, is_head: bool) -> str:
         return "hidden"
     if isinstance(module, _ConvNd):
         return "conv"
-    return _bare_kind(module, param)
+    return _bare_kind(module, key, param)
 
 
-def _bare_kind(module: nn.Module, param: Tensor) -> str:
-    """The kind of a parameter in a module of unknown type, by its shape."""
+def _bare_kind(module: nn.Module, key: str, param: Tensor) -> str:
+    """The kind of a parameter in a module of unknown type."""
     ndim = _ndim_without_ones(param)
-    if ndim < 2:
+    if ndim < 2 or key.split(".")[0].endswith("bias"):  # (experts, n) is a bias for each expert
         return "vector"
     if ndim > 2:
         return "tensor"
-    holds_layers = any(True for child in module.children() for _ in child.parameters())
-    is_table = param.ndim > 2 or holds_layers  # (1, n, d) is added to activations
-    return "embedding" if is_table else "hidden"
+    if param.ndim > 2 or _holds_layers(module):  # (1, n, d) is added to activations
+        return "embedding"
+    words = re.split(r"[\W\d_]+", key.lower())
+    return "embedding" if WEIGHT_WORDS.isdisjoint(words) else "hidden"
+
+
+def _holds_layers(module: nn.Module) -> bool:
+    """Whether modules inside it have parameters of their own."""
+    inner = [
+        each for each in module.modules() if each is not module and not isinstance(each, PARTS)
+    ]
+    return any(True for each in inner for _ in each.parameters(recurse=False))
 
 
 def _ndim_without_ones(param: Tensor) -> int:
@@ -415,12 +443,11 @@ def _heads(model: nn.Module) -> set[nn.Module]:
     modules = list(model.modules())
     linears = [module for module in modules if _is_linear(module)]
     vocabularies = {module.num_embeddings for module in modules if isinstance(module, EMBEDDINGS)}
-    heads = {
-        linear
-        for linear in linears
-        if (linear is linears[-1] or _output_width(linear) in vocabularies)
-        and _is_last_in_line(linear, modules, linears[-1])
-    }
+    inner = _inside_blocks(modules)  # a vocabulary's width is a coincidence there
+    last = _last_linears(modules)
+    wide = {each for each in linears if _output_width(each) in vocabularies}
+    likely = (wide - inner) | last
+    heads = {linear for linear in likely if _is_last_in_line(linear, modules, last)}
     for module in modules:
         named = getattr(module, "get_output_embeddings", lambda: None)()
         if isinstance(named, nn.Module):
@@ -428,12 +455,39 @@ def _heads(model: nn.Module) -> set[nn.Module]:
     return heads or _beside_backbone(model)
 
 
-def _is_last_in_line(linear: nn.Module, modules: list[nn.Module], last: nn.Module) -> bool:
+def _last_linears(modules: list[nn.Module]) -> set[nn.Module]:
+    """The last linear layer, and those beside it in a ModuleList with the same input.
+
+    Such as one head for each task.
+    """
+    linears = [module for module in modules if _is_linear(module)]
+    last = set(linears[-1:])
+    for module in modules:
+        beside = set(module.children()).intersection(linears)
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and last <= beside:
+            last |= {each for each in beside if _input_width(each) == _input_width(linears[-1])}
+    return last
+
+
+def _inside_blocks(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """The modules inside repeated blocks: siblings of one type, with parameters of one shape."""
+    inside = set[nn.Module]()
+    for module in modules:
+        alike: dict[Any, list[nn.Module]] = {}
+        for child in module.children():
+            shapes = tuple(param.shape for param in child.parameters())
+            alike.setdefault((type(child), shapes), []).append(child)
+        blocks = [block for siblings in alike.values() if len(siblings) > 1 for block in siblings]
+        inside.update(each for block in blocks for each in block.modules() if each is not block)
+    return inside
+
+
+def _is_last_in_line(linear: nn.Module, modules: list[nn.Module], last: set[nn.Module]) -> bool:
     """Whether no other layer takes inputs of the width that a linear layer puts out."""
     layers = [module for module in modules if _input_width(module) is not None]
     width, first = _output_width(linear), layers[0]
     # A first convolution takes the model's input: three classes are not three colours.
-    is_free = linear is last and isinstance(first, _ConvNd)
+    is_free = linear in last and isinstance(first, _ConvNd)
     others = (each for each in layers if each is not linear and not (is_free and each is first))
     return all(_input_width(each) != width for each in others)
 
