@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from statistics import mean
@@ -16,10 +16,11 @@ import pytest
 import torch
 
 import maxfactor
-from maxfactor.recipes import PUBLISHED
+from maxfactor.recipes import OWN, PUBLISHED, RecipeName
 from studies.suite.choice import geometric_mean, ratio
 from studies.suite.search import error_of
 from studies.suite.tasks import MAIN, TASKS
+from studies.suite.trials import Trial
 from studies.suite.variants import floors
 from toy_whisper import heard, plain_wer, record
 
@@ -243,29 +244,11 @@ def test_the_least_sizes_of_small_weights() -> None:
     assert better == {"quality": 7, "fast": 6}  # of ten: most, as the README says
 
 
-ORTHOGONAL = {"direction": "orthogonal", "momentum": 0.9, "nesterov": True}
-LEAN = {
-    "embedding": {"scale": "raised"},
-    "head": {"scale": "raised"},
-    "vector": {"eps": [1e-10, 0.1]},
-    "conv": {**ORTHOGONAL, "momentum_dtype": "int8", "scale": "raised", "lr_share": 1.0},
-}
-
-
-def trials_of(
-    task: str, optimizer: str, lr: float, *, log: bool = False, **how: Any
-) -> list[float]:
-    """The errors of seeds in the suite's file, with these settings; of a printed log, or not."""
-    return [
-        error_of(each)
-        for each in suite_trials()
-        if ("read_from" in each) == log
-        and {"settings": {}, "by_kind": {}, **each["trial"]}
-        == {
-            "settings": {}, "by_kind": {}, **how,
-            "task": task, "optimizer": optimizer, "lr": lr, "seed": each["trial"]["seed"],
-        }
-    ]  # fmt: skip
+def now(task: str, recipe: RecipeName) -> list[float]:
+    """The errors of three seeds of a recipe as it is, at its own rate."""
+    known = {each["key"]: error_of(each) for each in suite_trials()}
+    rate = float(OWN[recipe].common["lr"])
+    return [known[Trial(task, recipe, rate, seed=seed).key] for seed in range(3)]
 
 
 @functools.cache
@@ -285,43 +268,98 @@ def best_of(task: str, peer: str) -> list[float]:
     return list(min(found.values(), key=lambda seeds: seeds.get(0, math.inf)).values())
 
 
-def test_orthogonal_convolutions() -> None:
-    """A line for each task: recipes before and now, and peers at their best."""
-    ahead, fast, lean = [], [], []
+def test_the_recipes_as_they_are_now() -> None:
+    """A line for each task: recipes at their own rates, and peers at their best."""
+    by_best: dict[str, float] = {}
+    by_adamw: dict[str, float] = {}
+    fast: dict[str, float] = {}
+    lean: dict[str, float] = {}
     for task in MAIN:
         is_speech = TASKS[task].is_speech
-        before = [trials_of(task, *each) for each in (("quality", 0.04), ("fast", 0.08))]
-        quality = trials_of(task, "quality", 0.04, log=True)
-        has_convolutions = is_speech and TASKS[task].family != "lora"
-        conv = {"conv": {**ORTHOGONAL, "lr_share": 0.5}}
-        own_fast = trials_of(task, "fast", 0.08, by_kind=conv) if has_convolutions else before[1]
-        own_lean = trials_of(task, "lean", 0.04, settings={"scale": "current"}, by_kind=LEAN)
-        own_lean = own_lean or trials_of(task, "lean", 0.04, log=True)
+        ours = [now(task, recipe) for recipe in ("quality", "fast", "lean")]
         adamw = min((best_of(task, name) for name in ("adamw-95", "adamw-98")), key=mean)
-        peers = [best_of(task, "soap"), best_of(task, "muon-matched"), adamw]
         adafactor = best_of(task, "adafactor")
-        row = [before[0], quality, before[1], own_fast, trials_of(task, "lean", 0.028), own_lean]
-        cells = [shown_mean(errors, is_speech=is_speech) for errors in (*row, *peers, adafactor)]
+        peers = [best_of(task, "soap"), best_of(task, "muon-matched"), adamw, adafactor]
+        cells = [shown_mean(errors, is_speech=is_speech) for errors in (*ours, *peers)]
         assert f"| {task} | {' | '.join(cells)} |" in page("results")
-        best = min(map(mean, (*peers, adafactor)))
-        ahead.append(ratio(mean(quality), best, is_speech=is_speech))
-        fast.append(ratio(mean(own_fast), mean(adamw), is_speech=is_speech))
-        lean.append(ratio(mean(own_lean), mean(adafactor), is_speech=is_speech))
-    assert sum(each < 0.99 for each in ahead) == 8
+        for found, errors, reference in (
+            (by_best, ours[0], min(map(mean, peers))),
+            (by_adamw, ours[0], mean(adamw)),
+            (fast, ours[1], mean(adamw)),
+            (lean, ours[2], mean(adafactor)),
+        ):
+            found[task] = ratio(mean(errors), reference, is_speech=is_speech)
+    assert sum(each < 0.99 for each in by_best.values()) == 8
     said = re.sub(r"\s+", " ", page("results"))
     assert "ahead of the best peer on eight of the twelve tasks" in said
-    by_task = dict(zip(MAIN, ahead, strict=True))
-    speech = [x for task, x in by_task.items() if TASKS[task].is_speech and task != "wave"]
-    text = [x for task, x in by_task.items() if not TASKS[task].is_speech]
-    shown = f"{geometric_mean(speech):.2f}".removeprefix("0"), f"{max(speech):.2f}"
-    assert f"it makes {shown[0]} times the errors of the best peer on speech" in said
-    assert f"(geometric mean, the worst task {shown[1]})" in said
-    shown = f"{geometric_mean(text):.2f}".removeprefix("0"), f"{max(text):.2f}"
-    assert "{} times that of the best peer, the worst task {}".format(*shown) in said
+    speech = [task for task in MAIN if TASKS[task].is_speech]
+    text = [task for task in MAIN if not TASKS[task].is_speech]
+    others = [task for task in speech if task != "wave"]
+    assert (
+        f"it makes {average(by_best, others)} times the errors of the best peer on speech" in said
+    )
+    assert f"(geometric mean, the worst task {worst(by_best, others)})" in said
+    assert f"with it, {average(by_best, speech)} times" in said
+    shown = f"{average(by_best, text)} times that of the best peer, the worst task"
+    assert f"{shown} {worst(by_best, text)}" in said
+    assert f"AdamW: {average(by_adamw, speech)} and {average(by_adamw, text)} times" in said
     for name, found, rival in (("fast", fast, "AdamW"), ("lean", lean, "Adafactor")):
-        average, worst = (f"{x:.2f}".removeprefix("0") for x in (geometric_mean(found), max(found)))
-        start = f"**`{name}`** makes {average} times the errors of {rival} at its best"
-        assert re.search(rf"{re.escape(start)}[^.]*, at worst {worst} times", said)
+        start = f"**`{name}`** makes {average(found)} times the errors of {rival} at its best"
+        assert re.search(rf"{re.escape(start)}[^.]*, at worst {worst(found)} times", said)
+
+
+def test_lora_on_test_data() -> None:
+    """Of the two settings of AdamW the better one on each task."""
+    found: dict[tuple[str, str], float] = {}
+    for row in results("suite_lora")["rows"]:
+        assert len(row["seeds"]) == 3
+        key = row["task"], row["optimizer"].split("-")[0]
+        found[key] = min(found.get(key, math.inf), row["error"])
+    said = re.sub(r"\s+", " ", page("results"))
+    german, cpp = ({name: found[task, name] for name in RECIPES_AND_ADAMW} for task in LORA_TASKS)
+    shown = f"`quality` at its default rate has {german['quality']:.1f} % in German and"
+    assert f"{shown} {cpp['quality']:.3f} nats in C++" in said
+    for name in ("fast", "lean"):
+        assert f"`{name}` {german[name]:.1f} % and {cpp[name]:.3f}" in said
+    assert f"six rates {german['adamw']:.1f} % and {cpp['adamw']:.3f}" in said
+
+
+LORA_TASKS = ("lora-german", "lora-cpp")
+RECIPES_AND_ADAMW = ("quality", "fast", "lean", "adamw")
+
+
+def test_gradients_of_equal_size() -> None:
+    """`quality` before they had equal size in the momentum, and now."""
+    said = re.sub(r"\s+", " ", page("results"))
+    assert f"of `wave` had {before('wave')[0]:.1f} %" in said
+    for task in ("conformer", "phonemes", "bert", "llama", "lora-german"):
+        digits = 1 if TASKS[task].is_speech else 3
+        old, new = (
+            f"{mean(errors[:3]):.{digits}f}".removeprefix("0")
+            for errors in (before(task), now(task, "quality"))
+        )
+        assert re.search(rf"`{task}` {old} \((now )?{new}\)", said)
+
+
+def before(task: str) -> list[float]:
+    """The seeds of an earlier edition of `quality`, at its own rate, in order."""
+    found: dict[int, list[tuple[bool, float]]] = {}
+    for each in suite_trials():
+        trial = Trial(**each["trial"])
+        if (
+            "curve" in each
+            and trial.described == Trial(task, "quality", 0.04, trial.seed).described
+        ):
+            found.setdefault(trial.seed, []).append((each["key"] == trial.key, error_of(each)))
+    return [error for seed in sorted(found) for is_now, error in found[seed] if not is_now]
+
+
+def average(ratios: dict[str, float], tasks: Sequence[str] = MAIN) -> str:
+    return f"{geometric_mean(ratios[task] for task in tasks):.2f}".removeprefix("0")
+
+
+def worst(ratios: dict[str, float], tasks: Sequence[str] = MAIN) -> str:
+    return f"{max(ratios[task] for task in tasks):.2f}".removeprefix("0")
 
 
 def shown_mean(errors: list[float], *, is_speech: bool) -> str:
