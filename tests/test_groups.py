@@ -124,6 +124,8 @@ def test_a_model_of_ones_own() -> None:
         # By name, if it is a matrix: a linear layer of one's own, or something else.
         (Own(5, 7, name="in_proj_weight"), "in_proj_weight", "hidden"),
         (Own(5, 7, name="W1"), "W1", "hidden"),
+        (Own(5, 7, name="Wqkv"), "Wqkv", "hidden"),
+        (Own(5, 7, name="qkvWeight"), "qkvWeight", "hidden"),
         (Own(5, 7, name="kernel"), "kernel", "hidden"),
         (Own(5, 7, name="text_projection"), "text_projection", "hidden"),
         (nn.LSTMCell(4, 6), "weight_ih", "hidden"),
@@ -132,6 +134,7 @@ def test_a_model_of_ones_own() -> None:
         (Own(3, 5, 7, name="C"), "C", "tensor"),
         (Own(3, 7, name="bias"), "bias", "vector"),
         (Own(3, 1, 7, name="down_proj_bias"), "down_proj_bias", "vector"),
+        (Own(3, 7, name="expert_biases"), "expert_biases", "vector"),
         (Own(9, 4, name="position_bias_table"), "position_bias_table", "embedding"),
         (weight_norm(Own(5, 7)), "parametrizations.weight.original1", "hidden"),
     ],
@@ -150,6 +153,8 @@ def test_lists_of_parameters() -> None:
     assert found["vector"] == ["0.tables.1", "0.layer.bias", "1.bias"]
     weights = nn.ModuleDict({"weights": nn.ParameterList([torch.randn(9, 8)])})
     assert kind_of(weights, "weights.0") == "hidden"
+    experts = nn.ParameterDict({"weight": torch.randn(8, 9), "bias": torch.randn(4, 8)})
+    assert kind_of(nn.ModuleDict({"p": experts}), "p.bias") == "vector"
 
 
 @pytest.mark.parametrize(
@@ -201,6 +206,21 @@ def test_repeated_blocks_have_no_heads(container: Any) -> None:
     found = groups_of(model)
     assert found["hidden"] == ["1.0.1.weight", "1.1.1.weight", "1.2.1.weight"]
     assert found["head"] == ["2.weight"]
+
+
+def test_equal_models_and_equal_heads_are_no_blocks() -> None:
+    """A student with its frozen teacher, two towers, and several heads of two layers each."""
+
+    def language_model() -> nn.Sequential:
+        return nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 32))
+
+    pair = nn.ModuleDict({"student": language_model(), "teacher": language_model()})
+    assert groups_of(pair)["head"] == ["student.2.weight", "teacher.2.weight"]
+    pair["teacher"].requires_grad_(False)
+    assert groups_of(pair)["head"] == ["student.2.weight"]
+    heads = [nn.Sequential(nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 32)) for _ in range(3)]
+    model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), nn.ModuleList(heads))
+    assert groups_of(model)["head"] == ["2.0.2.weight", "2.1.2.weight", "2.2.2.weight"]
 
 
 def test_a_head_for_each_task() -> None:

@@ -46,8 +46,10 @@ INPUT_WIDTHS = (
     (EMBEDDINGS, "embedding_dim"),
 )
 
-# Words in the names of linear maps: `weight`, `in_proj_weight`, `W1`, `kernel`, `text_projection`.
+# Words in the names of linear maps: `weight`, `in_proj_weight`, `W1`, `kernel`, `text_projection`;
+# `Wq` and `Wqkv`, too.
 WEIGHT_WORDS = {"weight", "weights", "kernel", "kernels", "w", "proj", "projection"}
+WORD_ENDS = re.compile(r"[\W\d_]+|(?<=[a-z])(?=[A-Z])")
 
 # A tied weight has several owners. Its kind is the first of these among those of its owners.
 PRECEDENCE = ("adapter", "embedding", "head", "conv", "tensor", "hidden", "vector")
@@ -416,14 +418,19 @@ def _kind(module: nn.Module, key: str, param: Tensor, *, is_head: bool) -> str:
 def _bare_kind(module: nn.Module, key: str, param: Tensor) -> str:
     """The kind of a parameter in a module of unknown type."""
     ndim = _ndim_without_ones(param)
-    if ndim < 2 or key.split(".")[0].endswith("bias"):  # (experts, n) is a bias for each expert
+    is_bias = any(part.endswith(("bias", "biases")) for part in key.split("."))
+    if ndim < 2 or is_bias:  # (experts, n) is a bias for each expert
         return "vector"
     if ndim > 2:
         return "tensor"
     if param.ndim > 2 or _holds_layers(module):  # (1, n, d) is added to activations
         return "embedding"
-    words = re.split(r"[\W\d_]+", key.lower())
-    return "embedding" if WEIGHT_WORDS.isdisjoint(words) else "hidden"
+    return "hidden" if any(map(_names_weight, WORD_ENDS.split(key))) else "embedding"
+
+
+def _names_weight(word: str) -> bool:
+    """Whether a word in a parameter's name stands for a linear map."""
+    return word.lower() in WEIGHT_WORDS or re.fullmatch("W[a-z]{1,3}", word) is not None
 
 
 def _holds_layers(module: nn.Module) -> bool:
@@ -443,9 +450,9 @@ def _heads(model: nn.Module) -> set[nn.Module]:
     modules = list(model.modules())
     linears = [module for module in modules if _is_linear(module)]
     vocabularies = {module.num_embeddings for module in modules if isinstance(module, EMBEDDINGS)}
-    inner = _inside_blocks(modules)  # a vocabulary's width is a coincidence there
     last = _last_linears(modules)
     wide = {each for each in linears if _output_width(each) in vocabularies}
+    inner = _inside_blocks(modules, last & wide)  # a vocabulary's width is a coincidence there
     likely = (wide - inner) | last
     heads = {linear for linear in likely if _is_last_in_line(linear, modules, last)}
     for module in modules:
@@ -469,15 +476,25 @@ def _last_linears(modules: list[nn.Module]) -> set[nn.Module]:
     return last
 
 
-def _inside_blocks(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """The modules inside repeated blocks: siblings of one type, with parameters of one shape."""
+def _inside_blocks(modules: Iterable[nn.Module], heads: set[nn.Module]) -> set[nn.Module]:
+    """The modules inside repeated blocks: siblings of one type, with parameters of one shape.
+
+    Siblings with embeddings are models, such as a student and its teacher. Those of a head are
+    heads.
+    """
     inside = set[nn.Module]()
     for module in modules:
         alike: dict[Any, list[nn.Module]] = {}
         for child in module.children():
             shapes = tuple(param.shape for param in child.parameters())
             alike.setdefault((type(child), shapes), []).append(child)
-        blocks = [block for siblings in alike.values() if len(siblings) > 1 for block in siblings]
+        blocks = [
+            block
+            for siblings in alike.values()
+            if len(siblings) > 1 and not any(heads & set(each.modules()) for each in siblings)
+            for block in siblings
+            if not any(isinstance(each, EMBEDDINGS) for each in block.modules())
+        ]
         inside.update(each for block in blocks for each in block.modules() if each is not block)
     return inside
 
