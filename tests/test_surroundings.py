@@ -322,6 +322,23 @@ def test_a_matrix_that_begins_at_zero_grows(backend: dict[str, Any], direction: 
     assert 1.0 < size <= 3.01  # three steps of RMS 1 at most, all in one direction
 
 
+def test_the_smallest_gradients_count_less_in_an_orthogonal_momentum(
+    backend: dict[str, Any],
+) -> None:
+    """By (10) a gradient has its own size only below a hundredth of the usual one."""
+    [param] = parameters((6, 8))
+    signs = [torch.randn(6, 8, generator=torch.Generator().manual_seed(k)).sign() for k in (0, 1)]
+    momentum: dict[str, Any] = {"momentum": 0.9, "momentum_dtype": "fp32"}
+    optimizer = MaxFactor([param], direction="orthogonal", **momentum, **backend)
+    for size, sign in zip((1.0, 1e-3), signs, strict=True):
+        param.grad = size * sign.to(param.device)
+        optimizer.step()
+    usual = math.sqrt(1.0 - 2.0**-0.8)  # of R after the second step, but for 1e-6
+    expected = 0.9 * 0.1 * signs[0] + 0.1 * (1e-3 / (0.01 * usual)) * signs[1]
+    found = optimizer.state[param]["momentum"].cpu()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("scale", "shape", "own", "size"),
     [

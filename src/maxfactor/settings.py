@@ -42,7 +42,7 @@ LOW_RATE, HIGH_RATE = 1e-4, 1.0  # rates up to the one and above the other get a
 ADAFACTOR_MAX_STEP = 1e-2  # the paper's cap on the relative step, for lr=None
 BLOCK = 64  # values of a row that share an int8 scale, and the length of a DCT
 # Gradients count alike in the momentum of an orthogonal matrix, whatever their size, down to this
-# part of the usual size: those of the first steps may be a hundred times as large as later ones.
+# part of the usual size: those of the first steps are often much larger than later ones.
 LEAST_INPUT = 0.01
 SHARED_SEED = 0  # default seed of the rounding noise with several processes
 
