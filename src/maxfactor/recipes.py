@@ -103,7 +103,7 @@ OWN: dict[RecipeName, Recipe] = {
             "direction": "factored",
         },
         {
-            # Matrices that begin at zero move as if their RMS were 0.005.
+            # Smaller matrices, such as those that begin at zero, move as if their RMS were 0.005.
             "hidden": {"eps": (1e-10, 0.005)},
             "conv": {**ORTHOGONAL, "scale": "raised"},
             "tensor": {"scale": "raised"},
