@@ -226,7 +226,7 @@ def _parameter_metrics(
         grad_rms=_rms(measured.gradient_squares, count),
         beta=None if skipped else measured.beta,
         beta_bounds=None if skipped or fam is None else (fam.beta_min, fam.beta_max),
-        clip=1.0 if skipped else measured.clip,
+        clip=1.0 if skipped else max(1.0, measured.clip),  # below 1 nothing was bounded
         lost=lost,
         is_stochastic=rule.is_stochastic(param.dtype),
         skipped=skipped,

@@ -525,8 +525,7 @@ class Update:
             self.memory = memory_of(self.rule, batch.t, batch.shape[2], self._band_sums())
             self._load_momentum()
         if batch.record is not None:
-            clip = reference.input_clip(total / batch.count, mean, self.rule)
-            batch.record.add_clip(clip.clamp(min=1.0))
+            batch.record.add_clip(reference.input_clip(total / batch.count, mean, self.rule))
             if self.memory is not None and self.memory.band_beta is not None:
                 batch.record.beta = self.memory.band_beta.mean(dim=-1)
 

@@ -126,7 +126,6 @@ def clip_of(rule: TensorRule, scalars: Sequence[float], peak: float) -> float:
         factors = abs(scalars[Scalar.FACTOR])
         if rule.is_orthogonal:
             factors *= math.sqrt(max(scalars[Scalar.MEAN], rule.variance_floor))
-            factors = min(1.0, factors)  # above 1 a small gradient was enlarged, not bounded
     if rule.needs_norm and rule.boost is None:
         factors *= scalars[Scalar.SCALE] * (max(peak, rule.floor) if rule.divides_by_peak else 1.0)
     clip = 1.0 / factors if factors > 0.0 else 1.0
