@@ -194,7 +194,7 @@ def first_size(own: float, assumed: float, scale: str) -> float:
     if own < assumed * (1.0 if scale == "raised" else 0.01):
         return assumed
     if scale == "usual" and assumed / 3.0 <= own < assumed:
-        return math.sqrt(own * assumed)
+        return assumed
     return own
 
 

@@ -347,7 +347,7 @@ def test_the_smallest_gradients_count_less_in_an_orthogonal_momentum(
         ("usual", (6, 8), 0.002, 1 / math.sqrt(3 * 8)),  # near zero
         ("usual", (6, 8), 0.016, 0.016),  # as in networks of sines, .08 of the usual size
         ("usual", (6, 8), 0.06, 0.06),  # small on purpose
-        ("usual", (6, 8), 0.07, math.sqrt(0.07 / math.sqrt(3 * 8))),
+        ("usual", (6, 8), 0.07, 1 / math.sqrt(3 * 8)),
         ("usual", (6, 8), 0.3, 0.3),
         ("raised", (6, 8), 0.03, 0.1),
         ("raised", (2, 200, 4), 0.03, math.sqrt(2 / 800)),  # the more inputs, the smaller

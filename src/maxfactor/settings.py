@@ -88,7 +88,7 @@ class TensorRule:
     absolute: bool = False  # Adafactor with an lr: alpha = lr
     keeps_initial_rms: bool = False  # the size in (3) is the RMS before the first step
     raises_small: bool = False  # ... or that of He's initialisation, if it is larger
-    averages_small: bool = False  # ... or the mean with what the shape suggests, if that is larger
+    raises_similar: bool = False  # ... or what the shape suggests, if that is not much larger
     # (4) decay by lr, by rho, or by alpha if both are False
     weight_decay: float
     decays_by_lr: bool = False
@@ -487,7 +487,7 @@ class MaxFactorSettings(Settings):
             ramps=switches.step_rule == "ramp",
             keeps_initial_rms=self.scale != "current",
             raises_small=self.scale == "raised",
-            averages_small=self.scale == "usual",
+            raises_similar=self.scale == "usual",
             decays_by_lr=switches.decay_by == "lr",
             decays_by_rho=switches.decay_by == "relative_step",
             dense=is_vector or switches.full_matrix,

@@ -110,9 +110,9 @@ def weight_size(
 
     `initial` is the state's `initial_rms`, or None with scale="current". Before the first step it
     is the size that the shape suggests, which stands for that of a matrix that begins at zero or
-    close to it, with scale="raised" of any smaller one. With scale="usual" one that is smaller, but
-    not small on purpose, has the geometric mean of both. A vector that begins at zero is scaled by
-    its present RMS.
+    close to it, with scale="raised" of any smaller one. With scale="usual" it also
+    stands for that of one that is smaller, but not small on purpose. A vector that begins at zero
+    is scaled by its present RMS.
     """
     if initial is None:
         return size, {}
@@ -120,9 +120,9 @@ def weight_size(
     if isinstance(t, Tensor) or t == 1:
         least = initial if rule.raises_small else NEAR_ZERO * initial
         own = torch.where(size < least, initial, size)
-        if rule.averages_small:
-            is_between = (size >= ON_PURPOSE * initial) & (size < initial)
-            own = torch.where(is_between, (size * initial).sqrt(), own)
+        if rule.raises_similar:
+            is_similar = (size >= ON_PURPOSE * initial) & (size < initial)
+            own = torch.where(is_similar, initial, own)
         # No host sync for a counter on the device.
         first = torch.where(t == 1, own, initial) if isinstance(t, Tensor) else own
     first = first.to(torch.float32)

@@ -102,7 +102,7 @@ def flags_of(rule: TensorRule, shape: Shape, dtype: torch.dtype) -> Flag:
         Flag.ADAPTIVE: rule.fam is not None,
         Flag.INITIAL: rule.keeps_initial_rms,
         Flag.RAISED: rule.raises_small,
-        Flag.AVERAGED: rule.averages_small,
+        Flag.RAISED_SIMILAR: rule.raises_similar,
         Flag.BOOSTED: rule.boost is not None,
         Flag.RAMP: rule.ramps,
         Flag.UNCAPPED: not rule.is_capped,

@@ -319,7 +319,7 @@ class Flag(IntFlag):
     ADAPTIVE = auto()  # FAM, with sums of its own
     INITIAL = auto()  # the step size is scaled by the initial RMS(W)
     RAISED = auto()  # ... which is at least the size from its shape
-    AVERAGED = auto()  # ... which is averaged with the size from its shape, if that is larger
+    RAISED_SIMILAR = auto()  # ... or the size from its shape, if that is not much larger
 
 
 ADDRESS = DeviceEnum(Address)
