@@ -228,10 +228,10 @@ def test_small_memory(tmp_path: Path) -> None:
 
 def test_where_the_time_of_steps_in_small_memory_goes(tmp_path: Path) -> None:
     out = tmp_path / "small.json"
-    options = ["--quick", "--fast", "--profile", "--recipes", "lean", "--out", str(out)]
+    options = ["--quick", "--parts", "steps", "--profile", "--recipes", "lean", "--out", str(out)]
     small_memory.main(options)
     [row] = json.loads(out.read_text())["rows"]
-    assert row["train"] is row["largest"] is None
+    assert not {"train", "largest"} & row.keys()
     released, plain = (row[name]["profile"] for name in ("released", "plain"))
     assert released["calls"]["take"]["calls"] >= released["calls"]["step_window"]["calls"] > 0
     assert plain["calls"]["_step_all"]["calls"] == 1

@@ -399,7 +399,23 @@ def test_memory_within_8_gb() -> None:
         assert f"| `{name}` | {cells} |" in table
         assert not any(each["out_of_memory"] for each in row["tried"])
         assert f"{peak:.1f} GB with `{name}`" in said or name == "quality"
-    assert "a batch of four fitted" in said
+
+
+def test_the_largest_batches_within_8_gb() -> None:
+    rows = {row["recipe"]: row for row in results("small_memory_h200_largest")["rows"]}
+    said = re.sub(r"\s+", " ", page("whisper-8gb"))
+    for name, row in rows.items():
+        *fitting, too_large = row["tried"]
+        assert too_large["out_of_memory"]
+        assert not any(each["out_of_memory"] for each in fitting)
+        peaks = {each["batch_size"]: each["peak_gb"] for each in fitting}
+        assert row["largest"] == max(peaks)
+        cells = f"{row['largest']} | {max(peaks.values()):.2f} GB | {peaks[4]:.2f} | {peaks[8]:.2f}"
+        assert f"| `{name}` | {cells} |" in page("speed-and-memory")
+    largest = [rows[name]["largest"] for name in ("lean", "fast", "quality")]
+    assert "The largest batches that fitted are {}, {} and {}".format(*largest) in said
+    of_each = "{} recordings fitted with `lean`, {} with `fast`, {} with `quality`"
+    assert of_each.format(*largest) in said
 
 
 def test_steps_within_8_gb() -> None:

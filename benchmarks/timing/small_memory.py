@@ -1,8 +1,9 @@
 """Fine-tuning Whisper-large-v3 with `maxfactor train` on a GPU of 8 GB: memory and time per step.
 
     python benchmarks/timing/small_memory.py --device cuda --out FILE.json
-    python benchmarks/timing/small_memory.py --device cuda --fast     # peaks and times of steps
-    python benchmarks/timing/small_memory.py --quick                  # a tiny model on the CPU
+    python benchmarks/timing/small_memory.py --device cuda --parts steps   # peaks and times
+    python benchmarks/timing/small_memory.py --device cuda --parts largest # the largest batch
+    python benchmarks/timing/small_memory.py --quick                       # a tiny model on a CPU
 
 A folder with the shapes of Whisper-large-v3 and random weights is built first. Recordings are noise
 of 30 seconds with texts that fill all 448 positions, the most that can occur. Each recipe is
@@ -11,13 +12,14 @@ trained with weights in bfloat16, gradient checkpointing and released gradients:
 - `train`: the whole command with batch 1: evaluation and checkpoint before the first step and at
   the end, peaks of steps and of evaluations apart. torch's allocator is limited to `--limit` GB. A
   card of 8 GB has 8.6e9 bytes, of which CUDA itself takes about 0.6e9.
-- `released`: its steps alone, after some that compile the kernels and capture graphs; `ratio` is
-  their time by that of `plain`: steps with the same weights and checkpointing, without release and
-  without limit. `step_ms` are the host's times of single steps, without a wait for the device, and
-  `allocator` what torch asked of CUDA meanwhile: where it is not 0, memory was short.
+- `steps`: as `released`, its steps alone, after some that compile the kernels and capture graphs;
+  as `plain`, steps with the same weights and checkpointing, without release and without limit;
+  `ratio` is the time of the former by that of the latter. `step_ms` are the host's times of single
+  steps, without a wait for the device, and `allocator` what torch asked of CUDA meanwhile: where it
+  is not 0, memory was short.
 - `largest`: the largest of `--batches` of which two steps fit within the limit.
 
-`--fast` leaves out `train` and `largest`. `--profile` adds where the host's time goes, see
+`--parts` chooses among them. `--profile` adds where the host's time goes, see
 host_profile.py.
 
 Peaks are those of the bytes that torch allocated (`peak_gb`) and reserved (`reserved_gb`). On a CPU
@@ -83,6 +85,7 @@ SPECIAL = (
     "<|notimestamps|>",
 )  # fmt: skip
 TARGETS = {"lean": 4.0, "fast": 5.7, "quality": 6.0}  # GB at batch 1
+PARTS = ("train", "steps", "largest")
 MOST_TIME = 1.25  # of a plain step
 WARM_UP = 6  # steps that are not timed: they compile, and capture graphs
 RECORDINGS = 8  # at least
@@ -365,15 +368,36 @@ def measured(recipe: str, base: Settings, args: argparse.Namespace, folder: Path
     """All measurements of a recipe."""
     settings = replace(base, optimizer=recipe)
     needs = memory_needs(settings, prepare(settings, device=settings.torch_device)).total
-    whole = None
-    if not args.fast:
+    found: Record = {"recipe": recipe, "estimated_gb": round(needs / GB, 3)}
+    if "train" in args.parts:
         with limited(args.device, args.limit):
-            whole = whole_training(settings, folder / "out")
+            found["train"] = whole_training(settings, folder / "out")
+    if "steps" in args.parts:
+        found |= with_and_without_release(settings, args)
+    if "largest" in args.parts:
+        found |= largest_batch(settings, args)
+    return found
+
+
+def with_and_without_release(settings: Settings, args: argparse.Namespace) -> Record:
+    """Steps with released gradients within the limit, beside plain ones without a limit."""
     with limited(args.device, args.limit):
         released = steps_alone(settings, WARM_UP, args.steps, profile=args.profile)
     usual = replace(settings, release_gradients=False)
     with limited(args.device, 1e6):  # no limit
         plain = steps_alone(usual, WARM_UP, args.steps, profile=args.profile)
+    return {
+        "released": released,
+        "plain": plain,
+        "ratio": _ratio(released["ms_per_step"], plain["ms_per_step"]),
+        "median_ratio": _ratio(released.get("median_ms"), plain.get("median_ms")),
+        "target_gb": TARGETS[settings.optimizer],
+        "target_ratio": MOST_TIME,
+    }
+
+
+def largest_batch(settings: Settings, args: argparse.Namespace) -> Record:
+    """The largest batch that fits within the limit, and what was tried."""
     largest, tried = None, []
     for batch_size in args.batches:
         with limited(args.device, args.limit):
@@ -382,19 +406,7 @@ def measured(recipe: str, base: Settings, args: argparse.Namespace, folder: Path
         if found["out_of_memory"]:
             break
         largest = batch_size
-    return {
-        "recipe": recipe,
-        "estimated_gb": round(needs / GB, 3),
-        "train": whole,
-        "released": released,
-        "plain": plain,
-        "ratio": _ratio(released["ms_per_step"], plain["ms_per_step"]),
-        "median_ratio": _ratio(released.get("median_ms"), plain.get("median_ms")),
-        "target_gb": TARGETS[recipe],
-        "target_ratio": MOST_TIME,
-        "largest": largest,
-        "tried": tried,
-    }
+    return {"largest": largest, "tried": tried}
 
 
 def _ratio(one: float | None, other: float | None) -> float | None:
@@ -414,7 +426,7 @@ def main(argv: Sequence[str] | None = None) -> Record:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         build_folder(folder / "whisper", size, args.device)
-        data = write_recordings(folder, size, max([RECORDINGS, *(2 * n for n in args.batches)]))
+        data = write_recordings(folder, size, max(RECORDINGS, 2 * max(args.batches)))
         settings = Settings(
             data=str(data),
             validation=str(data.with_name("check.tsv")),
@@ -446,9 +458,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--recipes", nargs="+", default=list(TARGETS), choices=tuple(TARGETS))
     parser.add_argument("--limit", type=float, default=8.0, help="GB [8.0]")
-    parser.add_argument("--steps", type=int, help="that are timed [20; 8 with --fast]")
+    parser.add_argument("--steps", type=int, default=20, help="that are timed [20]")
     parser.add_argument("--batches", type=int, nargs="*", default=[2, 4, 6, 8, 12, 16, 24, 32])
-    parser.add_argument("--fast", action="store_true", help="steps of batch 1 alone")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--profile", action="store_true", help="tell where the host's time goes")
     parser.add_argument("--folder", type=Path, help="for 25 GB of temporary files")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
@@ -458,12 +470,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--device cuda, but torch finds no CUDA device; use --device cpu")
     if args.device == "cpu" and not args.quick:
         parser.error("a model of this size needs --device cuda; --quick takes a tiny one")
-    if args.steps is None:
-        args.steps = 8 if args.fast else 20
     if args.quick:
         args.steps, args.batches = 2, [2]
-    if args.fast:
-        args.batches = []
     return args
 
 
