@@ -47,7 +47,13 @@ class Trial:
     @property
     def key(self) -> str:
         """A digest by which a trial is found again; that of a recipe has its settings, too."""
-        return _digest(json.dumps(self.described, sort_keys=True) + _recipe(self.optimizer))
+        return self.key_in(RULE_EDITIONS.get(self.optimizer, 0))
+
+    def key_in(self, edition: int) -> str:
+        """The key with an edition of the recipe's rule; a peer has none."""
+        settings = _settings(self.optimizer)
+        suffix = f"{edition} {settings}" if settings else ""
+        return _digest(json.dumps(self.described, sort_keys=True) + suffix)
 
     @property
     def jobs(self) -> int:
@@ -73,10 +79,9 @@ def _digest(text: str) -> str:
 
 
 @functools.cache
-def _recipe(name: str) -> str:
-    """What a recipe computes: its settings, and the edition of the rule; empty for a peer."""
-    found = OWN.get(cast("RecipeName", name))
-    return "" if found is None else f"{RULE_EDITION} {found}"
+def _settings(name: str) -> str:
+    """The settings of a recipe; empty for a peer."""
+    return str(OWN.get(cast("RecipeName", name), ""))
 
 
 def base_trial(task: str, quick: bool) -> Trial:
@@ -84,6 +89,6 @@ def base_trial(task: str, quick: bool) -> Trial:
     return Trial(task, "adamw-98", BASE_RATE, quick=quick)
 
 
-RULE_EDITION = 6  # raise it if equal settings compute something else
+RULE_EDITIONS = {"quality": 7, "fast": 6, "lean": 6}  # raised if equal settings compute otherwise
 BASES = ("whisper", "llama")
 BASE_RATE = 0.002

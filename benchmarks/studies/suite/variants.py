@@ -73,6 +73,11 @@ def share(kind: str, part: float) -> dict[str, dict[str, Any]]:
     return {kind: {"lr_share": part}}
 
 
+def memory(momentum: float) -> dict[str, dict[str, Any]]:
+    """Another momentum of orthogonal matrices."""
+    return {kind: {"momentum": momentum} for kind in ("hidden", "conv", "adapter")}
+
+
 def adaptive(beta_max: float, part: float = 1.0) -> dict[str, dict[str, Any]]:
     """Convolutions with FAM, as they were before they were orthogonal."""
     momentum = {"direction": "factored", "momentum": {"beta_max": beta_max}, "nesterov": False}
@@ -86,6 +91,11 @@ VARIANTS: dict[str, Variant] = {
     "quality": Variant("quality", (0.04,)),
     "fast": Variant("fast", (0.08,)),
     "lean": Variant("lean", (0.04,)),
+    "quality momentum .8": changed("quality", memory(0.8)),
+    "quality momentum .85": changed("quality", memory(0.85)),
+    "quality embeddings .84": changed("quality", {"embedding": {"momentum": {"beta_max": 0.84}}}),
+    "fast usual": changed("fast", {"hidden": {"scale": "usual"}}),
+    "lean usual": changed("lean", {"hidden": {"scale": "usual"}}),
     "quality own sizes": changed("quality", {"hidden": {"scale": "initial"}}),
     "quality conv adaptive": changed("quality", adaptive(0.92)),
     "quality conv adaptive, double": changed("quality", adaptive(0.92, 2.0)),
