@@ -94,6 +94,13 @@ VARIANTS: dict[str, Variant] = {
     "quality momentum .8": changed("quality", memory(0.8)),
     "quality momentum .85": changed("quality", memory(0.85)),
     "quality embeddings .84": changed("quality", {"embedding": {"momentum": {"beta_max": 0.84}}}),
+    "quality full": changed("quality", {"hidden": {"size": "full"}}),
+    "quality full .85": changed(
+        "quality", {**memory(0.85), "hidden": {"size": "full", "momentum": 0.85}}
+    ),
+    "quality symmetric .056": Variant(
+        "quality", (0.056,), {}, {"hidden": {"size": "symmetric"}}, FAMILIES
+    ),
     "fast usual": changed("fast", {"hidden": {"scale": "usual"}}),
     "lean usual": changed("lean", {"hidden": {"scale": "usual"}}),
     "quality own sizes": changed("quality", {"hidden": {"scale": "initial"}}),
