@@ -190,37 +190,13 @@ def recipe_optimizer(trial: Trial, model: nn.Module) -> maxfactor.MaxFactor:
     if not trial.by_kind:
         return optimizer
     groups = [dict(group) for group in optimizer.param_groups]
-    if "size" in trial.by_kind.get("hidden", {}):
-        groups = [part for group in groups for part in by_size(group, trial.by_kind)]
     for group in groups:
         changes = dict(trial.by_kind.get(group["kind"], {}))
-        changes.pop("size", None)
         share = changes.pop("lr_share", None)
         if share is not None:
             group["lr"] = trial.lr * share
         group.update(changes)
     return maxfactor.MaxFactor(groups)  # anew, as a momentum of another type needs another state
-
-
-def by_size(group: dict[str, Any], by_kind: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A group of hidden matrices in groups whose rates have the factor by which sizes change."""
-    group.pop("param_names", None)
-    how = by_kind.get(group["kind"], {}).get("size")
-    if how is None:
-        return [group]
-    parts: dict[float, dict[str, Any]] = {}
-    for param in group["params"]:
-        own = float(param.detach().square().mean().sqrt())
-        usual = (3 * param[0].numel()) ** -0.5
-        factor = 1.0
-        if usual / 3 <= own < usual:
-            factor = usual / own if how == "full" else (usual / own) ** 0.5
-        if own > usual and how == "symmetric":
-            factor = max(0.5, (usual / own) ** 0.5)
-        factor = round(factor, 2)
-        part = parts.setdefault(factor, {**group, "params": [], "scale": "initial"})
-        part["params"].append(param)
-    return [{**part, "lr": part["lr"] * factor} for factor, part in parts.items()]
 
 
 def clips(trial: Trial) -> bool:

@@ -6,6 +6,7 @@ grid. Every figure is a mean over seeds.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from studies.suite.choice import geometric_mean, ratio
 from studies.suite.optimizers import ALL_PEERS
 from studies.suite.search import error_of
 from studies.suite.tasks import TASKS
+from studies.suite.variants import TENFOLD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +51,7 @@ def report(
         "means": means(rows),
         "comparisons": comparisons(rows),
         "scale": scale(rows),
+        "tenfold": tenfold(searches, known),
     }
     write_json(results / "suite.json", record)
     draw(rows, results / "suite.svg")
@@ -165,6 +168,23 @@ def scale(rows: Sequence[Record]) -> list[Record]:
             line["by_adamw"] = round(ratio(own["error"], min(adamw), is_speech=is_speech), 4)
         found.append(line)
     return found
+
+
+def tenfold(searches: Sequence[Search], known: Known) -> list[Record]:
+    """How often a recipe became NaN, or ended far above its best, at ten times its own rate."""
+    found: dict[str, Record] = {}
+    for search in searches:
+        if search.always is None:
+            continue
+        for trial in search.tried(known):
+            if math.isclose(trial.lr, TENFOLD * search.always):
+                record = known[trial.key]
+                line = {"optimizer": search.name, "tasks": 0, "nan": 0, "diverged": 0}
+                line = found.setdefault(search.name, line)
+                line["tasks"] += 1
+                line["nan"] += bool(record["is_nan"])
+                line["diverged"] += bool(record["diverged"])
+    return list(found.values())
 
 
 def errors_of(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 CHOOSING = 0  # the seed that chooses rates and shares: its errors are too good, so not reported
 SEEDS = (1, 2, 3)  # that are reported
+LONG = 8_000  # steps from which on one seed has to do
 EXTENSIONS = 2  # rates beyond the lowest or highest one
 Known = dict[str, "Record"]
 
@@ -127,7 +128,12 @@ def peer_search(name: str, task: str, trial: Callable[..., Trial]) -> Search:
     """A peer on a task."""
     peer = ALL_PEERS[name]
     rates = peer.rates_for(TASKS[task].family)
-    return Search(name, trial(task, name, rates[0]), rates, peer.shares)
+    return Search(name, trial(task, name, rates[0]), rates, peer.shares, seeds=seeds_of(task))
+
+
+def seeds_of(task: str) -> tuple[int, ...]:
+    """The seeds that are reported: of long trainings the one that chose."""
+    return (CHOOSING,) if TASKS[task].steps >= LONG else SEEDS
 
 
 def read_records(path: Path) -> Known:

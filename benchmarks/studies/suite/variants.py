@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from maxfactor.recipes import OWN
-from studies.suite.search import Search
+from studies.suite.search import Search, seeds_of
 from studies.suite.tasks import FAMILIES, TASKS
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 WHOLE = tuple(family for family in FAMILIES if family != "lora")  # the whole model is trained
 OUTER = ("conv", "embedding", "head")  # kinds with a least size
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0)  # of a recipe's own rate, 16 x from end to end
+TENFOLD = 10.0  # a rate at which nothing may become NaN
+SCALE_GRID = (0.5, 1.0, 2.0)  # for models of several widths and trainings of several lengths
 
 
 @dataclass(frozen=True)
@@ -94,13 +96,7 @@ VARIANTS: dict[str, Variant] = {
     "quality momentum .8": changed("quality", memory(0.8)),
     "quality momentum .85": changed("quality", memory(0.85)),
     "quality embeddings .84": changed("quality", {"embedding": {"momentum": {"beta_max": 0.84}}}),
-    "quality full": changed("quality", {"hidden": {"size": "full"}}),
-    "quality full .85": changed(
-        "quality", {**memory(0.85), "hidden": {"size": "full", "momentum": 0.85}}
-    ),
-    "quality symmetric .056": Variant(
-        "quality", (0.056,), {}, {"hidden": {"size": "symmetric"}}, FAMILIES
-    ),
+    "quality hidden wd .06": changed("quality", {"hidden": {"weight_decay": 0.06}}),
     "fast usual": changed("fast", {"hidden": {"scale": "usual"}}),
     "lean usual": changed("lean", {"hidden": {"scale": "usual"}}),
     "quality own sizes": changed("quality", {"hidden": {"scale": "initial"}}),
@@ -131,8 +127,10 @@ VARIANTS: dict[str, Variant] = {
 def own_search(name: str, task: str, trial: Callable[..., Trial]) -> Search:
     """A recipe at its own rate with all seeds, and over a grid of rates."""
     own = own_rate(name)
-    rates = tuple(float(f"{own * factor:.4g}") for factor in GRID)
-    return Search(name, trial(task, name, own), rates, extends=False, always=own)
+    grid = SCALE_GRID if TASKS[task].family == "scale" else (*GRID, TENFOLD)
+    rates = tuple(float(f"{own * factor:.4g}") for factor in grid)
+    made = trial(task, name, own)
+    return Search(name, made, rates, extends=False, seeds=seeds_of(task), always=own)
 
 
 def variant_search(
