@@ -82,8 +82,9 @@ class Errors(dict[str, Any]):
         while due := search.due(self):
             for trial in due:
                 self[trial.key] = {
-                    "key": trial.key, "nats": error(trial), "diverged": False, "is_nan": False,
-                    "ms_per_step": 1.0, "state_bytes_per_parameter": 1.0,
+                    "key": trial.key, "nats": error(trial), "ms_per_step": 1.0,
+                    "is_nan": trial.lr == 0.8, "diverged": trial.lr == 0.8,
+                    "state_bytes_per_parameter": 1.0,
                 }  # fmt: skip
                 count += 1
         return count
@@ -124,6 +125,13 @@ def test_variants_with_blocks(name: str, rows: int) -> None:
     [optimizer] = make_optimizers(search.trial, nn.TransformerEncoderLayer(192, 6, 8))
     blocks = [group["blocks"] for group in optimizer.param_groups if group["blocks"]]
     assert blocks == [("columns", rows), ("rows", rows)]
+
+
+def test_long_trainings_have_one_seed() -> None:
+    options = ["--optimizers", "quality momentum .8,fast,adamw-98", "--tasks"]
+    for task, seeds in (("length-2000-cosine", (1, 2, 3)), ("length-32000-cosine", (0,))):
+        found = suite.searches_of(suite.parsed(["ours", *options, task]))
+        assert [search.seeds for search in found] == [seeds] * 3
 
 
 def test_an_unknown_variant_is_refused() -> None:
@@ -173,10 +181,25 @@ def test_scores_and_the_report(tmp_path: Path) -> None:
         (by, group) for by in ("itself", "adamw-95 or adamw-98") for group in ("text", "all")
     }
     assert against["itself", "all"]["mean"] == pytest.approx(1.0)
-    assert record["tenfold"] == [{"optimizer": "fast", "tasks": 1, "nan": 0, "diverged": 0}]
+    assert record["tenfold"] == [{"optimizer": "fast", "tasks": 1, "nan": 1, "diverged": 1}]
     of_adamw = against["adamw-95 or adamw-98", "text"]
     assert of_adamw["worst"] == pytest.approx(math.exp(0.1), abs=1e-4)
     assert (of_adamw["worst_task"], of_adamw["tasks"]) == ("llama", 1)
+
+
+def test_a_lucky_seed_is_no_reference() -> None:
+    """Of a peer whose other seeds have not been run, and of a peer when one seed is compared."""
+    known = Errors()
+    whole, half = peer_search("soap", "llama", Trial), peer_search("muon", "llama", Trial)
+    own = own_search("quality", "llama", Trial)
+    for search in (whole, own):
+        known.run(search, lambda trial: 2.0 + trial.seed)
+    for rate in half.rates:
+        known |= {half.at(rate).key: {"nats": 0.0}}
+    found = scores([whole, half, own], known)
+    assert found["quality @ 0.04"]["llama"] == pytest.approx(1.0)
+    options = suite.parsed(["choose", "--tasks", "llama", "--optimizers", "soap,quality"])
+    assert [search.seeds for search in suite.searches_of(options)] == [(0,), (0,)]
 
 
 def test_the_report_of_widths_and_lengths() -> None:
@@ -228,6 +251,10 @@ def test_the_command(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not any("test" in line for line in lines)
     suite.main(given)
     assert "seed 3: " not in capsys.readouterr().out
+    (tmp_path / "test.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in sealed[1:]))
+    suite.main(given)  # what has no error on test data is run again
+    again = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
+    assert [line["key"] for line in again[len(lines) :]] == [sealed[0]["key"]]
 
 
 def test_noise(tmp_path: Path) -> None:

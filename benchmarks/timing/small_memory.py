@@ -426,7 +426,8 @@ def main(argv: Sequence[str] | None = None) -> Record:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         build_folder(folder / "whisper", size, args.device)
-        data = write_recordings(folder, size, max(RECORDINGS, 2 * max(args.batches)))
+        batches = args.batches if "largest" in args.parts else [1]
+        data = write_recordings(folder, size, max(RECORDINGS, 2 * max(batches)))
         settings = Settings(
             data=str(data),
             validation=str(data.with_name("check.tsv")),
@@ -459,7 +460,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", default=list(TARGETS), choices=tuple(TARGETS))
     parser.add_argument("--limit", type=float, default=8.0, help="GB [8.0]")
     parser.add_argument("--steps", type=int, default=20, help="that are timed [20]")
-    parser.add_argument("--batches", type=int, nargs="*", default=[2, 4, 6, 8, 12, 16, 24, 32])
+    parser.add_argument("--batches", type=int, nargs="+", default=[2, 4, 6, 8, 12, 16, 24, 32])
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--profile", action="store_true", help="tell where the host's time goes")
     parser.add_argument("--folder", type=Path, help="for 25 GB of temporary files")

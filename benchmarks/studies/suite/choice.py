@@ -56,6 +56,8 @@ def scores(searches: Iterable[Search], known: Known) -> Scores:
         if search.name in PEERS or reference is None:
             continue
         for trial in search.tried(known):
+            if not search.has_all_seeds(trial, known):
+                continue
             name = f"{search.name} @ {trial.lr:g}"
             value = ratio(mean_error(search, trial, known), reference, is_speech=is_speech)
             found.setdefault(name, {})[task] = value
@@ -63,11 +65,13 @@ def scores(searches: Iterable[Search], known: Known) -> Scores:
 
 
 def _best_peer(task: str, rows: Sequence[Search], known: Known) -> float | None:
-    errors = [
-        mean_error(row, row.best(known), known)
+    """The error of the best peer with all seeds: the one that chose a rate has been lucky."""
+    peers = [
+        (row, row.best(known))
         for row in rows
         if row.trial.task == task and row.name in PEERS and row.tried(known)
     ]
+    errors = [mean_error(*each, known) for each in peers if each[0].has_all_seeds(each[1], known)]
     return min(errors, default=None)
 
 

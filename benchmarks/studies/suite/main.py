@@ -13,8 +13,9 @@ A variant that is named for `ours` is run with all seeds, for `choice` with one,
 
 Errors on development data go to OUT/trials.jsonl and choose rates and settings. Errors on test data
 go to OUT/test.jsonl, which only `report` reads. The seed that chooses a rate is not reported: the
-best of several rates with one seed has also been lucky with it. A finished trial is not run again,
-so the same command resumes after an interruption.
+best of several rates with one seed has also been lucky with it. Trainings of 8 000 steps and more
+have one seed, which chooses and is reported. A finished trial is not run again, so the same command
+resumes after an interruption.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from studies.suite import speech_data
 from studies.suite.choice import print_choice, scores
 from studies.suite.optimizers import MORE_PEERS, OURS, PEERS
 from studies.suite.report import report
-from studies.suite.search import CHOOSING, SEEDS, Search, peer_search, read_records
+from studies.suite.search import CHOOSING, SEEDS, Search, peer_search, read_records, seeds_of
 from studies.suite.show import print_rows
 from studies.suite.tasks import FAMILIES, MAIN, TASKS, base_path
 from studies.suite.training import serve
@@ -132,18 +133,20 @@ def searches_of(options: argparse.Namespace) -> list[Search]:
     for name in names:
         if not any(name in known for known in (PEERS, MORE_PEERS, VARIANTS)):
             raise SystemExit(f"unknown optimizer {name!r}; variants: {', '.join(VARIANTS)}")
-    seeds: tuple[int, ...] = SEEDS  # of variants
-    if options.table in ("choice", "choose"):
-        seeds = (CHOOSING, *SEEDS)[: options.seeds]
+    chosen = (CHOOSING, *SEEDS)[: options.seeds]
     searches = []
     for name in names:  # one after another on all tasks, so that time is shared by the tasks
         for task in tasks:
             if name in PEERS or name in MORE_PEERS:
-                searches.append(peer_search(name, task, trial))
+                # A variant is compared with peers that had the same seeds.
+                of_peer = chosen if options.table == "choose" else None
+                searches.append(peer_search(name, task, trial, of_peer))
             elif name in OURS and options.table not in ("choice", "choose"):
                 searches.append(own_search(name, task, trial))
-            elif (search := variant_search(name, task, trial, seeds)) is not None:
-                searches.append(search)
+            else:
+                of_variant = chosen if options.table in ("choice", "choose") else seeds_of(task)
+                search = variant_search(name, task, trial, of_variant)
+                searches += [] if search is None else [search]
     return searches
 
 

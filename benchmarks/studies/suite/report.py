@@ -1,7 +1,7 @@
 """Test data, looked at once: tables and a heat map of optimizers by task.
 
 Peers are at the rate that development data chose, recipes at their own rate and at the best of a
-grid. Every figure is a mean over seeds.
+grid. Every figure is a mean over seeds, but for long trainings, which have one.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def rows_of(search: Search, known: Known, test: Known) -> list[Record]:
 def _row(search: Search, trial: Trial, rate: str, known: Known, test: Known) -> Record | None:
     seeds = [replace(trial, seed=seed).key for seed in search.seeds]
     errors = [error_of(test[key]) for key in seeds if key in test]
-    if not errors:
+    if trial.key not in known or not errors:
         return None
     record = known[trial.key]
     measured = [test[key] for key in seeds if key in test]

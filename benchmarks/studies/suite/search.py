@@ -104,10 +104,13 @@ class Search:
         return min(self.tried(known), key=lambda trial: error_of(known[trial.key]))
 
     def errors(self, trial: Trial, known: Known) -> list[float]:
-        """The errors of a trial's seeds that have been run; until then, of the one that chose."""
+        """The errors of a trial's seeds that have been run."""
         seeds = [replace(trial, seed=seed) for seed in self.seeds]
-        found = [error_of(known[each.key]) for each in seeds if each.key in known]
-        return found or [error_of(known[trial.key])]
+        return [error_of(known[each.key]) for each in seeds if each.key in known]
+
+    def has_all_seeds(self, trial: Trial, known: Known) -> bool:
+        """Whether all seeds of a trial have been run."""
+        return len(self.errors(trial, known)) == len(self.seeds)
 
     def is_complete(self, known: Known) -> bool:
         """Whether nothing is left to run."""
@@ -124,11 +127,14 @@ def mean_error(search: Search, trial: Trial, known: Known) -> float:
     return mean(search.errors(trial, known))
 
 
-def peer_search(name: str, task: str, trial: Callable[..., Trial]) -> Search:
-    """A peer on a task."""
+def peer_search(
+    name: str, task: str, trial: Callable[..., Trial], seeds: tuple[int, ...] | None = None
+) -> Search:
+    """A peer on a task, with the seeds that are reported or with others."""
     peer = ALL_PEERS[name]
     rates = peer.rates_for(TASKS[task].family)
-    return Search(name, trial(task, name, rates[0]), rates, peer.shares, seeds=seeds_of(task))
+    made = trial(task, name, rates[0])
+    return Search(name, made, rates, peer.shares, seeds=seeds or seeds_of(task))
 
 
 def seeds_of(task: str) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from studies.suite.search import Known, Search
+    from studies.suite.trials import Trial
 
 
 def print_rows(searches: Sequence[Search], known: Known) -> None:
@@ -29,10 +30,15 @@ def print_rows(searches: Sequence[Search], known: Known) -> None:
             f"{error_of(known[trial.key]):.4g}{'!' if known[trial.key]['diverged'] else ''}"
             for trial in tried
         )
-        count = len(search.errors(best, known))
-        line = f"  {search.name:24} best {mean_error(search, best, known):.4g} ({count} seeds)"
+        line = f"  {search.name:24} best {shown_mean(search, best, known)}"
         if search.always is not None and search.at(search.always).key in known:
-            own = search.at(search.always)
-            seeds = len(search.errors(own, known))
-            line += f", default {mean_error(search, own, known):.4g} ({seeds})"
+            line += f", default {shown_mean(search, search.at(search.always), known)}"
         print(f"{line}  {rates}", flush=True)
+
+
+def shown_mean(search: Search, trial: Trial, known: Known) -> str:
+    """The mean over the seeds that have been run; until then, the error of the one that chose."""
+    count = len(search.errors(trial, known))
+    if not count:
+        return f"{error_of(known[trial.key]):.4g} (the seed that chose)"
+    return f"{mean_error(search, trial, known):.4g} ({count} seeds)"
