@@ -101,6 +101,7 @@ MOMENTUM_VARIANTS: dict[str, dict[str, Any]] = {
     "vectors by update": {"vector_direction": "update"},
     "decay by step size": {"decay_by": "step_size", "weight_decay": 0.3},
     "decay by relative step": {"decay_by": "relative_step", "weight_decay": 0.3, "lr": 0.6},
+    "decay by squared step": {"decay_by": "squared_step", "weight_decay": 0.3, "lr": 0.6},
     "bounds": {"kappa_bounds": (0.1, 0.6), "min_lr": 0.1, "eps_rms": 0.1},
 }
 

@@ -47,7 +47,7 @@ _COMMON: dict[str, object] = {
     "kappa_range": (0.0, math.inf),  # (1) is clamped to this
     "slow_start": False,  # 0.2's own (3)
     "min_lr": 0.0,
-    "decay_by": "lr",  # (4): "lr", "alpha" or "rho"
+    "decay_by": "lr",  # (4): "lr", "alpha", "rho" or "square"
     "eps_rms": None,  # given: replaces mean_eps, and is added to the floors
     "clip_threshold": 0.0,  # 0 = off
     "vector_sign": True,  # (9'): sign(U) * max|U|, else U
@@ -217,7 +217,9 @@ def one_step(
     alpha = step_size(rule, lr, t, size)
     u, wanted = np.zeros_like(w), None
     if w.size > 0:
-        decay = {"lr": lr, "alpha": alpha, "rho": relative_step(rule, lr, t)}[rule.decay_by]
+        rho = relative_step(rule, lr, t)
+        square = rho * min(1.0, rho / lr) if lr > 0.0 else 0.0
+        decay = {"lr": lr, "alpha": alpha, "rho": rho, "square": square}[rule.decay_by]
         w = _float64((1.0 - decay * rule.weight_decay) * w)  # (4)
         state = {**state, **statistics(rule, state, g, t, rows, cols)}
         orthogonal = rule.direction == "orthogonal" and w.ndim > 1

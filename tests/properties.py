@@ -226,7 +226,7 @@ def maxfactor_settings(draw: st.DrawFn) -> dict[str, Any]:
         "d": draw(st.sampled_from([1.0, 1.0, 0.2, 3.0, math.inf])),
         "gamma": draw(st.sampled_from([0.99, 0.5, 0.0])),
         "scale": draw(st.sampled_from(["current", "initial", "usual", "raised"])),
-        "decay_by": draw(st.sampled_from(["lr", "relative_step", "step_size"])),
+        "decay_by": draw(st.sampled_from(["lr", "relative_step", "squared_step", "step_size"])),
         "vector_direction": draw(st.sampled_from(["sign_max", "update"])),
     }
     return {**chosen, **draw(st.one_of(new_rule(), published_rule()))}
@@ -386,7 +386,10 @@ class Bound:
         if self.is_adafactor:
             return alpha if lr is None else lr
         by = self.settings.get("decay_by", "lr")
-        return {"lr": float(lr or 0.0), "relative_step": rho, "step_size": alpha}[by]
+        rate = float(lr or 0.0)
+        square = rho * min(1.0, rho / rate) if rate else 0.0
+        rates = {"lr": rate, "relative_step": rho, "squared_step": square, "step_size": alpha}
+        return rates[by]
 
     def _units(self) -> tuple[float, float]:
         root = math.sqrt(self.count)

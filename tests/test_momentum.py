@@ -121,7 +121,8 @@ def oracle_names(settings: dict[str, Any]) -> dict[str, Any]:
     if "vector_direction" in found:
         found["vector_sign"] = found.pop("vector_direction") == "sign_max"
     if "decay_by" in found:
-        found["decay_by"] = {"step_size": "alpha", "relative_step": "rho"}[found["decay_by"]]
+        names = {"step_size": "alpha", "relative_step": "rho", "squared_step": "square"}
+        found["decay_by"] = names[found["decay_by"]]
     return found
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import maxfactor
 from maxfactor.recipes import OWN, PUBLISHED
 from studies.suite.choice import geometric_mean, ratio
 from studies.suite.optimizers import OURS
-from studies.suite.search import CHOOSING, Known, error_of, peer_search, read_records
+from studies.suite.search import CHOOSING, SEEDS, Known, error_of, peer_search, read_records
 from studies.suite.tasks import MAIN, TASKS
 from studies.suite.trials import Trial
 from studies.suite.variants import floors, own_search
@@ -253,6 +253,8 @@ def suite_trials() -> Known:
 def reported(task: str, name: str) -> list[float]:
     """The seeds that are reported of a recipe at its own rate, or of a peer at its best."""
     known = suite_trials()
+    if name == "quality":
+        return in_edition(task, 7, SEEDS)
     if name in OURS:
         search = own_search(name, task, Trial)
         assert search.always is not None
@@ -306,10 +308,8 @@ def test_the_recipes_as_they_are_now() -> None:
     text = [task for task in MAIN if not TASKS[task].is_speech]
     shown = f"it makes {average(by_best, speech)} times the errors of the best peer on speech"
     assert f"{shown} (geometric mean, the worst task {worst(by_best, speech)})" in said
-    hard = [
-        error_of(suite_trials()[Trial("wave", name, float(OWN[name].common["lr"]), CHOOSING).key])
-        for name in OURS[:2]
-    ]
+    fast_there = suite_trials()[Trial("wave", "fast", 0.08, CHOOSING).key]
+    hard = [in_edition("wave", 7, [CHOOSING])[0], error_of(fast_there)]
     shown = "With it, `quality` has {:.0f} % on `wave` and `fast` {:.0f} %".format(*hard)
     assert shown in said
     soap = peer_search("soap", "wave", Trial)
@@ -365,10 +365,16 @@ def test_what_brought_the_recipes_here() -> None:
             assert f"`{task}` {old} ({new})" in said
 
 
+# The recipe of the table: its decay has changed since.
+QUALITY = OWN["quality"]
+DECAY = {"weight_decay": 0.03, "switches": maxfactor.Switches(decay_by="relative_step")}
+MEASURED = replace(QUALITY, common=QUALITY.common | DECAY)
+
+
 def in_edition(task: str, edition: int, seeds: Sequence[int] = (0, 1, 2)) -> list[float]:
     """The seeds of an edition of `quality`, at its own rate."""
-    trials = [Trial(task, "quality", 0.04, seed=seed) for seed in seeds]
-    return [error_of(suite_trials()[trial.key_in(edition)]) for trial in trials]
+    keys = [Trial(task, "quality", 0.04, seed=seed).key_in(edition, MEASURED) for seed in seeds]
+    return [error_of(suite_trials()[key]) for key in keys]
 
 
 def average(ratios: dict[str, float], tasks: Sequence[str] = MAIN) -> str:

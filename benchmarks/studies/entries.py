@@ -1,9 +1,8 @@
 """Rows of tables: a recipe or a peer, with settings in place of its own.
 
 Stored rows of `quality` and `fast` were measured before version 0.2.0, with weight decay 0.1 and
-0.01 by `lr`. Recipes now decay by the relative step. Rows here have the earlier decay
-(EARLIER_DECAY), so they match what is stored; `momentum_study.py --decay recipe` takes the
-recipe's own.
+0.01 by `lr`. Rows here have this decay (EARLIER_DECAY), so they match what is stored, or that of
+0.2.0 (DECAY_OF_0_2_0); `momentum_study.py --decay recipe` takes the recipe's own.
 """
 
 from __future__ import annotations
@@ -23,6 +22,10 @@ OWN: dict[str, recipes.Recipe] = {str(name): found for name, found in recipes.OW
 EARLIER_DECAY: dict[str, dict[str, Any]] = {
     "quality": {"weight_decay": 0.1, "switches": {"decay_by": "lr"}},
     "fast": {"weight_decay": 0.01, "switches": {"decay_by": "lr"}},
+}
+DECAY_OF_0_2_0: dict[str, dict[str, Any]] = {
+    "quality": {"weight_decay": 0.03, "switches": {"decay_by": "relative_step"}},
+    "fast": {"weight_decay": 0.01, "switches": {"decay_by": "relative_step"}},
 }
 # Until 0.2.0 these recipes scaled steps by the present size of each weight.
 EARLIER_SCALE: dict[str, dict[str, Any]] = {
@@ -132,7 +135,17 @@ def first_quality(name: str, rates: Sequence[float], search: int = 1, **settings
 
 def with_recipe_decay(row: Entry) -> Entry:
     """The same row with the decay that its recipe has now, unless the row is about decay."""
+    return _with_decay(row, {})
+
+
+def with_decay_of_0_2_0(row: Entry) -> Entry:
+    """The same row with the decay that its recipe had in 0.2.0, unless the row is about decay."""
+    return _with_decay(row, DECAY_OF_0_2_0.get(row.run.optimizer, {}))
+
+
+def _with_decay(row: Entry, decay: dict[str, Any]) -> Entry:
     run, earlier = row.run, EARLIER_DECAY.get(row.run.optimizer, {})
     is_earlier = earlier.items() <= run.settings.items()
     settings = {name: value for name, value in run.settings.items() if name not in earlier}
-    return replace(row, run=replace(run, settings=settings)) if earlier and is_earlier else row
+    changed = replace(run, settings={**settings, **decay})
+    return replace(row, run=changed) if earlier and is_earlier else row

@@ -14,6 +14,7 @@ from studies.entries import (
     fam,
     first_fast,
     first_quality,
+    with_decay_of_0_2_0,
     with_recipe_decay,
 )
 from studies.runs import quick
@@ -48,7 +49,7 @@ def defaults_table() -> list[Entry]:
     """Recipes whose decay changed in 0.2.0, as they were in it: all steps, and half of them."""
     rates = {"quality": 0.02, "fast": 0.04}
     return [
-        with_recipe_decay(entry(f"{name}, {steps} steps", name, (lr,), search=3, steps=steps))
+        with_decay_of_0_2_0(entry(f"{name}, {steps} steps", name, (lr,), search=3, steps=steps))
         for steps in (1500, 750)
         for name, lr in rates.items()
     ]

@@ -141,11 +141,11 @@ OWN: dict[RecipeName, Recipe] = {
             "momentum": FAM(beta_max=0.92),
             "momentum_dtype": "int8",
             "lr": 0.04,
-            "weight_decay": 0.03,
+            "weight_decay": 0.06,
             "direction": "factored",
             "d": math.inf,
             "scale": "initial",
-            "switches": Switches(decay_by="relative_step"),
+            "switches": Switches(decay_by="squared_step"),
         },
         {
             "hidden": {**ORTHOGONAL, "scale": "usual"},

@@ -48,7 +48,7 @@ SHARED_SEED = 0  # default seed of the rounding noise with several processes
 
 FactorMode = Literal["auto", "last"]
 StepRule = Literal["relative", "uncapped", "ramp"]
-DecayBy = Literal["lr", "relative_step", "step_size"]
+DecayBy = Literal["lr", "relative_step", "squared_step", "step_size"]
 VectorDirection = Literal["sign_max", "update"]
 Direction = Literal["sign_max", "factored", "orthogonal"]
 BlockSide = Literal["rows", "columns"]
@@ -93,6 +93,7 @@ class TensorRule:
     weight_decay: float
     decays_by_lr: bool = False
     decays_by_rho: bool = False
+    decays_by_square: bool = False  # ... times rho/lr: by the square of the step, once it is capped
     # (5) second moments
     dense: bool  # a full v instead of R and C
     gamma: float | None = None  # beta2 of a dense v; None: 1 - kappa
@@ -234,7 +235,9 @@ class Switches:
         step_rule: "relative" for (2) and (3); "uncapped" for rho = lr in (2); "ramp" for version
             0.2's alpha = min(lr, max(eps2, RMS(W)) * min(1e-6 * t, 1/sqrt(t))).
         decay_by: What scales the decay in (4): "lr" as published; "relative_step" for rho of (2),
-            so that decay falls as the step does; "step_size" for alpha, version 0.2.
+            so that decay falls as the step does; "squared_step" for rho^2 / lr, so that the size
+            at which decay and random steps are in balance stays the same; "step_size" for alpha,
+            version 0.2.
         vector_direction: "sign_max" for (9), "update" to move vectors by U itself.
     """
 
@@ -489,7 +492,8 @@ class MaxFactorSettings(Settings):
             raises_small=self.scale == "raised",
             raises_similar=self.scale == "usual",
             decays_by_lr=switches.decay_by == "lr",
-            decays_by_rho=switches.decay_by == "relative_step",
+            decays_by_rho=switches.decay_by in ("relative_step", "squared_step"),
+            decays_by_square=switches.decay_by == "squared_step",
             dense=is_vector or switches.full_matrix,
             gamma=self.gamma,
             count_eps=mean_eps if switches.eps_rms is None else switches.eps_rms,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from maxfactor.recipes import OWN
 
 if TYPE_CHECKING:
-    from maxfactor.recipes import RecipeName
+    from maxfactor.recipes import Recipe, RecipeName
     from measurement import Record
 
 
@@ -49,9 +49,9 @@ class Trial:
         """A digest by which a trial is found again; that of a recipe has its settings, too."""
         return self.key_in(RULE_EDITIONS.get(self.optimizer, 0))
 
-    def key_in(self, edition: int) -> str:
-        """The key with an edition of the recipe's rule; a peer has none."""
-        settings = _settings(self.optimizer)
+    def key_in(self, edition: int, recipe: Recipe | None = None) -> str:
+        """The key with an edition of the recipe's rule, or with an earlier recipe, too."""
+        settings = _settings(self.optimizer) if recipe is None else str(recipe)
         suffix = f"{edition} {settings}" if settings else ""
         return _digest(json.dumps(self.described, sort_keys=True) + suffix)
 

@@ -67,6 +67,7 @@ def own_rate(recipe: str) -> float:
 
 
 UNCAPPED = {"step_rule": "uncapped"}
+SQUARED = {"switches": {"decay_by": "squared_step"}}
 ORTHOGONAL = {"direction": "orthogonal", "momentum": 0.9, "nesterov": True}
 
 
@@ -96,7 +97,10 @@ VARIANTS: dict[str, Variant] = {
     "quality momentum .8": changed("quality", memory(0.8)),
     "quality momentum .85": changed("quality", memory(0.85)),
     "quality embeddings .84": changed("quality", {"embedding": {"momentum": {"beta_max": 0.84}}}),
-    "quality hidden wd .06": changed("quality", {"hidden": {"weight_decay": 0.06}}),
+    "quality wd .03": changed("quality", settings={"weight_decay": 0.03}),
+    "quality wd .1": changed("quality", settings={"weight_decay": 0.1}),
+    "quality wd .06 by the step": changed("quality", settings=relative(0.06)),
+    "fast by the square": changed("fast", settings=SQUARED),
     "fast usual": changed("fast", {"hidden": {"scale": "usual"}}),
     "lean usual": changed("lean", {"hidden": {"scale": "usual"}}),
     "quality own sizes": changed("quality", {"hidden": {"scale": "initial"}}),
@@ -116,7 +120,6 @@ VARIANTS: dict[str, Variant] = {
     "quality heads one by one": changed("quality", settings={"heads_per_block": 1}),
     "quality groups of 4 heads": changed("quality", settings={"heads_per_block": 4}),
     "fast uncapped": changed("fast", settings=relative(0.01, **UNCAPPED)),
-    "quality wd .06": changed("quality", settings=relative(0.06)),
     "quality half": Variant("quality", (0.02,)),
     "quality double": Variant("quality", (0.08,)),
     "fast half": Variant("fast", (0.04,)),

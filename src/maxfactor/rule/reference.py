@@ -153,6 +153,8 @@ def decay_factor(alpha: Scalar, t: Scalar, lr: Scalar, rule: TensorRule) -> Scal
     rate = lr if rule.decays_by_lr else alpha
     if rule.decays_by_rho:
         rate = relative_step(t, lr, rule)
+    if rule.decays_by_square:
+        rate = rate * smaller(rate / larger(lr, FLOAT32_TINY), 1.0)
     return 1 - rate * rule.weight_decay  # (4)
 
 

@@ -108,6 +108,7 @@ def flags_of(rule: TensorRule, shape: Shape, dtype: torch.dtype) -> Flag:
         Flag.UNCAPPED: not rule.is_capped,
         Flag.DECAY_BY_LR: rule.decays_by_lr,
         Flag.DECAY_BY_RHO: rule.decays_by_rho,
+        Flag.DECAY_BY_SQUARE: rule.decays_by_square,
         Flag.ADAFACTOR: is_adafactor,
         Flag.ABSOLUTE: rule.absolute,
     }

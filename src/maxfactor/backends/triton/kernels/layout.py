@@ -311,6 +311,7 @@ class Flag(IntFlag):
     UNCAPPED = auto()  # the relative step is lr itself
     DECAY_BY_LR = auto()  # else by alpha, or
     DECAY_BY_RHO = auto()  # by the relative step
+    DECAY_BY_SQUARE = auto()  # ... times its share of lr
     ABSOLUTE = auto()  # Adafactor's step size is lr itself
     STOCHASTIC = auto()  # rounding
     FACTORED = auto()  # direction "factored": U divided by its RMS if that exceeds d

@@ -43,7 +43,9 @@ from maxfactor.backends.triton.kernels.tiles import (
     sum_down,
 )
 from maxfactor.backends.triton.kernels.variance import dense_variance, statistic_weight
+from maxfactor.settings import FLOAT32_TINY
 
+TINY = tl.constexpr(FLOAT32_TINY)
 NEAR_ZERO, ON_PURPOSE = tl.constexpr(state.NEAR_ZERO), tl.constexpr(state.ON_PURPOSE)
 OVERFLOWS, NOT_FINITE = tl.constexpr(guard.OVERFLOWS), tl.constexpr(guard.NOT_FINITE)
 
@@ -293,6 +295,8 @@ def tensor_scalars(entry, setting, weight_squares, scalars, skip):
     alpha = tl.where((flags & FLAG.ABSOLUTE) != 0, lr, alpha)
     decay = tl.where((flags & FLAG.DECAY_BY_LR) != 0, lr, alpha)
     decay = tl.where((flags & FLAG.DECAY_BY_RHO) != 0, tl.where(lr > 0.0, rho, 0.0), decay)
+    share = tl.minimum(tl.div_rn(decay, tl.maximum(lr, TINY)), 1.0)
+    decay = tl.where((flags & FLAG.DECAY_BY_SQUARE) != 0, decay * share, decay)
     scalar = scalars + tl.load(entry + COLUMN.OWNER) * SCALAR.COUNT
     if skip == 0:  # else nothing moves, and the step size of the last step is still reported
         tl.store(scalar + SCALAR.ALPHA, alpha)
