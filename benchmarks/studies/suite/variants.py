@@ -101,6 +101,7 @@ VARIANTS: dict[str, Variant] = {
     "quality wd .1": changed("quality", settings={"weight_decay": 0.1}),
     "quality wd .06 by the step": changed("quality", settings=relative(0.06)),
     "fast by the square": changed("fast", settings=SQUARED),
+    "lean by the square": changed("lean", settings={"weight_decay": 0.02, **SQUARED}),
     "fast usual": changed("fast", {"hidden": {"scale": "usual"}}),
     "lean usual": changed("lean", {"hidden": {"scale": "usual"}}),
     "quality own sizes": changed("quality", {"hidden": {"scale": "initial"}}),
