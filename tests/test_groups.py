@@ -403,9 +403,9 @@ def test_fam() -> None:
 def test_speech() -> None:
     found = settings_by_kind("quality", "direction", "momentum", "nesterov", "weight_decay", "lr")
     adaptive = asdict(FAM(beta_max=0.92))
-    others = ["factored", adaptive, False, 0.06, 0.04]
+    others = ["factored", adaptive, False, 0.03, 0.04]
     assert found == {
-        "hidden": ["orthogonal", 0.9, True, 0.06, 0.04],
+        "hidden": ["orthogonal", 0.9, True, 0.03, 0.04],
         "embedding": others,
         "head": others,
         "vector": ["factored", adaptive, False, 0.0, 0.01],

@@ -387,6 +387,19 @@ def test_a_step_without_the_cap(backend: dict[str, Any], momentum: float | None)
         torch.testing.assert_close(param.detach(), before * (1 - 0.1 * share))  # decay alone
 
 
+def test_decay_by_the_squared_step(backend: dict[str, Any]) -> None:
+    """By lr until the cap 1/sqrt(t) is below it, then by 1/(lr t); nothing at a rate of 0."""
+    [param] = parameters((6, 8))
+    switches = {"decay_by": "squared_step"}
+    optimizer = MaxFactor([param], lr=0.6, weight_decay=0.1, switches=switches, **backend)
+    for t, decay in ((1, 0.6), (2, 0.6), (3, 1 / (0.6 * 3)), (4, 1 / (0.6 * 4)), (5, 0.0)):
+        optimizer.param_groups[0]["lr"] = 0.6 if decay else 0.0
+        before = param.detach().clone()
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+        torch.testing.assert_close(param.detach(), before * (1 - 0.1 * decay), msg=f"step {t}")
+
+
 def test_a_skipped_step_has_no_step_size(backend: dict[str, Any]) -> None:
     params = parameters((4, 8))
     optimizer = MaxFactor(params, **backend)

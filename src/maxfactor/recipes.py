@@ -141,7 +141,7 @@ OWN: dict[RecipeName, Recipe] = {
             "momentum": FAM(beta_max=0.92),
             "momentum_dtype": "int8",
             "lr": 0.04,
-            "weight_decay": 0.06,
+            "weight_decay": 0.03,
             "direction": "factored",
             "d": math.inf,
             "scale": "initial",
