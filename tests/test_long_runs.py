@@ -146,6 +146,9 @@ DRIFT_STEPS = {
 }
 # A code of int8 may round otherwise, which moves a weight by a 127th of a step.
 DRIFT = {"published": 1e-5, "adafactor": 1e-5, "fam": 3e-4, "orthogonal": 3e-4}
+# With a fixed momentum of .95 a difference of one code stays, as .95 of it is rounded to one again.
+# It is there after some hundred steps and does not grow; the weights come closer again.
+SCALES = {**DRIFT, "orthogonal": 2 / 127}
 IN_BFLOAT16 = 3e-2  # where torch operations on a GPU iterate
 
 
@@ -169,7 +172,8 @@ def test_backends_do_not_drift_from_the_reference(backend: str, name: str) -> No
         assert drift(param, weight) < (IN_BFLOAT16 if in_bfloat16 else DRIFT[name])
         for key, value in state.items():
             if key != "momentum":  # codes; the scales are compared
-                assert drift(optimizer.state[param][key], value) < DRIFT[name], key
+                bound = SCALES if key == "momentum_scale" else DRIFT
+                assert drift(optimizer.state[param][key], value) < bound[name], key
 
 
 def drift(found: Tensor, expected: Tensor) -> float:
