@@ -179,8 +179,8 @@ def tenfold(searches: Sequence[Search], known: Known) -> list[Record]:
         for trial in search.tried(known):
             if math.isclose(trial.lr, TENFOLD * search.always):
                 record = known[trial.key]
-                line = {"optimizer": search.name, "tasks": 0, "nan": 0, "diverged": 0}
-                line = found.setdefault(search.name, line)
+                none: Record = {"optimizer": search.name, "tasks": 0, "nan": 0, "diverged": 0}
+                line = found.setdefault(search.name, none)
                 line["tasks"] += 1
                 line["nan"] += bool(record["is_nan"])
                 line["diverged"] += bool(record["diverged"])
