@@ -100,8 +100,8 @@ class MaxFactor(FactoredOptimizer):
             that begins at zero, or below a hundredth of 1 / sqrt(3 * fan_in), counts as that, the
             RMS with which torch.nn.Linear begins. A vector that was zero is scaled by its present
             RMS. "usual" is the same, and a matrix that begins smaller than that, but not smaller
-            than a third of it, counts as that, too. "raised" is "initial" with a
-            least size of min(0.1, sqrt(2 / fan_in)) for a matrix.
+            than a third of it, counts as that, too. "raised" is "initial" with a least size of
+            min(0.1, sqrt(2 / fan_in)) for a matrix.
         rounding: How 16-bit parameters are written: "stochastic" keeps small updates and decay on
             average, "nearest" loses them. None: stochastic for bfloat16, nearest for float16.
         seed: Seed of the stochastic rounding. None takes torch's seed, or 0 with several processes,

@@ -110,9 +110,9 @@ def weight_size(
 
     `initial` is the state's `initial_rms`, or None with scale="current". Before the first step it
     is the size that the shape suggests, which stands for that of a matrix that begins at zero or
-    close to it, with scale="raised" of any smaller one. With scale="usual" it also
-    stands for that of one that is smaller, but not small on purpose. A vector that begins at zero
-    is scaled by its present RMS.
+    close to it, with scale="raised" of any smaller one. With scale="usual" it also stands for that
+    of one that is smaller, but not small on purpose. A vector that begins at zero is scaled by its
+    present RMS.
     """
     if initial is None:
         return size, {}
