@@ -75,7 +75,7 @@ def rows_of(search: Search, known: Known, test: Known) -> list[Record]:
 def _row(search: Search, trial: Trial, rate: str, known: Known, test: Known) -> Record | None:
     seeds = [replace(trial, seed=seed).key for seed in search.seeds]
     errors = [error_of(test[key]) for key in seeds if key in test]
-    if trial.key not in known or not errors:
+    if not errors:
         return None
     record = known[trial.key]
     measured = [test[key] for key in seeds if key in test]
