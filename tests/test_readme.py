@@ -182,7 +182,8 @@ def test_seeds_and_their_means_are_in_the_results() -> None:
                 shown = ", ".join(f"{seed:.{decimals}f}" for seed in seeds)
                 known.add((f"{mean(seeds):.{decimals}f}", shown))
     number = r"\d+\.\d+"
-    quoted = re.findall(rf"({number})\*{{0,2}} \(({number}(?:, {number})+)\)", page("results"))
+    said = re.sub(r"\s+", " ", page("recipe-study") + page("results"))
+    quoted = re.findall(rf"({number})\*{{0,2}} \(({number}(?:, {number})+)\)", said)
     assert len(quoted) > 100
     assert [one for one in quoted if one not in known] == []
 
@@ -196,7 +197,7 @@ def test_the_main_table_is_complete() -> None:
         seeds = ", ".join(f"{wer:.2f}" for wer in row["wer"])
         cells = [f"{row['lr']:g}", f"{row['wer_mean']:.2f} ({seeds})", f"{row['range']:g}"]
         cells += [f"{row['state_bytes_per_parameter']:.2f}"]
-        assert f"| {row['name']} | {' | '.join(cells)} |" in page("results")
+        assert f"| {row['name']} | {' | '.join(cells)} |" in page("recipe-study")
 
 
 def test_the_first_look_at_other_tasks() -> None:
@@ -219,9 +220,10 @@ def test_the_first_look_at_other_tasks() -> None:
             if (where, name) == (task, "adamw-98") and len(found) == 3
         ]
         cells.append(f"{mean(found):.{digits}f} at {lr:g}")
-        assert f"| {' | '.join(cells)} |" in page("results")
+        assert f"| {' | '.join(cells)} |" in page("recipe-study")
     assert gained == {"quality": 10, "fast": 12}
-    assert "better on ten of the twelve tasks" in page("results")
+    said = re.sub(r"\s+", " ", page("recipe-study"))
+    assert "better on ten of the twelve tasks" in said
 
 
 def test_the_least_sizes_of_small_weights() -> None:
@@ -242,7 +244,7 @@ def test_the_least_sizes_of_small_weights() -> None:
             gained["quality"] += found[1] < found[0]
             gained["fast"] += found[4] < found[3]
             cells = [f"{error:.{digits}f}" for error in found]
-            assert f"| {task} | {' | '.join(cells)} |" in page("results")
+            assert f"| {task} | {' | '.join(cells)} |" in page("recipe-study")
     assert gained == {"quality": 7, "fast": 6}  # of ten: most, as the README says
 
 
@@ -348,7 +350,7 @@ RECIPES_AND_ADAMW = ("quality", "fast", "lean", "adamw")
 
 def test_what_brought_the_recipes_here() -> None:
     """`quality` before and after a change of the rule, with the same three seeds."""
-    said = re.sub(r"\s+", " ", page("results"))
+    said = re.sub(r"\s+", " ", page("recipe-study"))
     assert f"hard seed of `wave` had {in_edition('wave', 5)[0]:.1f} %" in said
     wave = [in_edition("wave", edition, seeds=[CHOOSING])[0] for edition in (6, 7)]
     assert "The hard seed of `wave` went from {:.1f} to {:.1f} %".format(*wave) in said
@@ -466,6 +468,7 @@ def test_lanes() -> None:
 
 
 def test_lora_on_development_data() -> None:
+    said = re.sub(r"\s+", " ", page("recipe-study"))
     for file, name, lr, seeds in [
         ("suite_least_sizes", "quality", 0.04, 3),
         ("suite_first_look", "adamw-98", 0.016, 3),
@@ -475,7 +478,7 @@ def test_lora_on_development_data() -> None:
         german, cpp = (errors_of(file, task, name, lr) for task in ("lora-german", "lora-cpp"))
         assert len(german) == len(cpp) == seeds
         shown = rf"{mean(german):.1f} % (in German )?and {mean(cpp):.3f}"
-        assert re.search(shown, page("results")), shown
+        assert re.search(shown, said), shown
 
 
 def errors_of(
