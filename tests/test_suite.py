@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from maxfactor.rule import newton_schulz
+from studies.side_by_side import Workers
 from studies.suite import main as suite
-from studies.suite import noise, speech_data
+from studies.suite import noise, optimizers, speech_data
 from studies.suite.choice import choose, ratio, scores
 from studies.suite.optimizers import ALL_PEERS, MORE_PEERS, OURS, PEERS, make_optimizers
 from studies.suite.report import report, rows_of, scale
-from studies.suite.search import Search, peer_search
+from studies.suite.search import Durations, Search, peer_search
 from studies.suite.tasks import FAMILIES, MAIN, TASKS
 from studies.suite.texts import python_source, split_of, words
 from studies.suite.training import perform
@@ -128,10 +130,84 @@ def test_variants_with_blocks(name: str, rows: int) -> None:
 
 
 def test_long_trainings_have_one_seed() -> None:
-    options = ["--optimizers", "quality momentum .8,fast,adamw-98", "--tasks"]
+    options = ["--optimizers", "quality hidden wd .1,fast,adamw-98", "--tasks"]
     for task, seeds in (("length-2000-cosine", (1, 2, 3)), ("length-32000-cosine", (0,))):
         found = suite.searches_of(suite.parsed(["ours", *options, task]))
         assert [search.seeds for search in found] == [seeds] * 3
+
+
+def test_the_best_rate_of_the_default_recipe_is_looked_for_at_every_scale() -> None:
+    """Over a factor of 16, so that it may turn out to be far from the default."""
+    for task in suite.SCALE:
+        own = own_search("quality", task, Trial)
+        assert [rate / own.rates[0] for rate in own.rates] == [1.0, 2.0, 4.0, 8.0, 16.0]
+        assert own.rates[2] == own.always
+        assert own_search("fast", task, Trial).rates == (0.08,)
+
+
+def test_the_longest_trainings_begin_first() -> None:
+    searches = suite.searches_of(suite.parsed(["all", "--quick"]))
+    assert TASKS[searches[0].trial.task].steps == max(spec.steps for spec in TASKS.values())
+
+
+def test_how_long_a_trial_takes() -> None:
+    records = [
+        {"trial": {"task": "llama", "seed": 0}, "seconds": seconds} for seconds in (8.0, 10.0)
+    ]
+    durations = Durations([*records, {"trial": {"task": "bert", "seed": 0}, "seconds": None}])
+    assert durations.of(Trial("llama", "fast", 0.08)) == 9.0
+    assert durations.of(Trial("llama", "fast", 0.08, quick=True)) == 0.0
+    assert durations.of(Trial("bert", "fast", 0.08)) == 0.0
+
+
+def test_nothing_begins_that_would_not_be_done_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a minute left, a task is left out whose trials take two."""
+    given: list[str] = []
+
+    def work(_: object, pending: Any, *__: object) -> bool:
+        given.extend(trial.task for trial in pending())
+        return True
+
+    monkeypatch.setattr(Workers, "work", work)
+    for file in ("trials", "test"):
+        record = {"key": file, "trial": {"task": "llama", "quick": True}, "seconds": 120.0}
+        lines = [json.dumps({**record, "key": "of both"}), json.dumps(record)]
+        (tmp_path / f"{file}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    options = ["peers", "--optimizers", "adamw-98", "--tasks", "llama,bert", "--quick"]
+    suite.main([*options, "--minutes", "1", "--out", str(tmp_path)])
+    assert set(given) == {"bert"}
+
+
+def test_an_iteration_in_float32(cache: Path) -> None:
+    """On a CPU it is what the recipe has anyway, so trainings agree but for rounding."""
+    plain, in_float32 = (
+        Trial("llama", "quality", 0.04, iteration=iteration, quick=True)
+        for iteration in ("", "float32")
+    )
+    assert plain.key != in_float32.key
+    assert "float32" in str(in_float32)
+    records = [perform(trial, cache, CPU)[0] for trial in (plain, in_float32)]
+    assert records[0]["nats"] == pytest.approx(records[1]["nats"], abs=1e-4)
+    y = torch.randn(3, 5, 7, dtype=torch.float64)
+    assert newton_schulz.newton_schulz is not optimizers.in_float32
+    with optimizers.iteration_of(in_float32):
+        assert newton_schulz.newton_schulz is optimizers.in_float32
+        for each in (y, y.mT):
+            found = newton_schulz.newton_schulz(each)
+            assert found.dtype == torch.float32
+            torch.testing.assert_close(found.double(), iterated(each), atol=1e-5, rtol=1e-4)
+
+
+def iterated(y: torch.Tensor) -> torch.Tensor:
+    """The same by singular values, in float64."""
+    u, values, v = torch.linalg.svd(y, full_matrices=False)
+    values = values / values.norm(dim=-1, keepdim=True)
+    for a, b, c in newton_schulz.COEFFICIENTS:
+        values = a * values + b * values**3 + c * values**5
+    found: torch.Tensor = u @ torch.diag_embed(values) @ v
+    return found
 
 
 def test_an_unknown_variant_is_refused() -> None:

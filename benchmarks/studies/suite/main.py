@@ -36,7 +36,15 @@ from studies.suite import speech_data
 from studies.suite.choice import print_choice, scores
 from studies.suite.optimizers import MORE_PEERS, OURS, PEERS
 from studies.suite.report import report
-from studies.suite.search import CHOOSING, SEEDS, Search, peer_search, read_records, seeds_of
+from studies.suite.search import (
+    CHOOSING,
+    SEEDS,
+    Durations,
+    Search,
+    peer_search,
+    read_records,
+    seeds_of,
+)
 from studies.suite.show import print_rows
 from studies.suite.tasks import FAMILIES, MAIN, TASKS, base_path
 from studies.suite.training import serve
@@ -50,13 +58,15 @@ if TYPE_CHECKING:
 
 TABLES = ("all", "peers", "more", "ours", "choice")
 SOME = ("whisper-half", "llama", "german-few")  # tasks of `more`
-SCALE = tuple(name for name in TASKS if name not in MAIN)
+SCALE = tuple(  # the longest first, as nothing is known of a training that was cut off
+    sorted((name for name in TASKS if name not in MAIN), key=lambda name: -TASKS[name].steps)
+)
 PARTS = (  # of `all`, in the order in which they are run
+    ("ours", SCALE, None),
+    ("peers", SCALE, "adamw-98"),
     ("peers", MAIN, None),
     ("ours", MAIN, None),
     ("more", SOME, None),
-    ("ours", SCALE, None),
-    ("peers", SCALE, "adamw-98"),
 )
 
 
@@ -157,6 +167,7 @@ def run(searches: Sequence[Search], options: argparse.Namespace, deadline: float
     path, sealed = options.out / "trials.jsonl", options.out / "test.jsonl"
     tested = read_records(sealed)
     known = {key: record for key, record in read_records(path).items() if key in tested}
+    durations = Durations(known.values())
     with shared_gpu(options.device) as works:
         if any(TASKS[search.trial.task].is_speech for search in searches):
             speech_data.synthesise(cache, os.cpu_count() or 1, options.quick)
@@ -173,11 +184,14 @@ def run(searches: Sequence[Search], options: argparse.Namespace, deadline: float
             }
             ready = [trial for trial in due.values() if needed_base(trial, cache) is None]
             first = [base for key, base in bases.items() if key not in due]
-            return [*first, *sorted(ready, key=lambda trial: not trial.is_base)]
+            ready.sort(key=lambda trial: not trial.is_base)
+            left = deadline - time.monotonic()
+            return [*first, *(trial for trial in ready if durations.of(trial) < left)]
 
         def keep(record: Record) -> None:
             test = record.pop("test")
             known[record["key"]] = record
+            durations.add(record)
             for target, line in ((path, record), (sealed, test)):
                 with target.open("a") as file:
                     file.write(json.dumps(line) + "\n")
@@ -186,7 +200,8 @@ def run(searches: Sequence[Search], options: argparse.Namespace, deadline: float
             print(f"{shown}: {error} ({record['seconds']} s, {record['graph']})", flush=True)
 
         workers = Workers(cache, options.device, options.jobs, serve=serve)
-        return workers.work(pending, deadline, keep)
+        workers.work(pending, deadline, keep)
+    return all(search.is_complete(known) for search in searches)
 
 
 def needed_base(trial: Trial, cache: Path) -> Trial | None:

@@ -6,15 +6,18 @@ and decay for matrices alone.
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 
 import maxfactor
+from maxfactor.rule import newton_schulz
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -186,7 +189,10 @@ def make_optimizers(trial: Trial, model: nn.Module) -> list[Optimizer]:
 def recipe_optimizer(trial: Trial, model: nn.Module) -> maxfactor.MaxFactor:
     """A recipe, with the trial's settings in place of its own."""
     recipe: Any = trial.optimizer
-    optimizer = maxfactor.for_model(model, recipe, trial.lr, **trial.settings)
+    settings = dict(trial.settings)
+    if trial.iteration:
+        settings["foreach"] = True  # the kernels have an iteration of their own
+    optimizer = maxfactor.for_model(model, recipe, trial.lr, **settings)
     if not trial.by_kind:
         return optimizer
     groups = [dict(group) for group in optimizer.param_groups]
@@ -197,6 +203,29 @@ def recipe_optimizer(trial: Trial, model: nn.Module) -> maxfactor.MaxFactor:
             group["lr"] = trial.lr * share
         group.update(changes)
     return maxfactor.MaxFactor(groups)  # anew, as a momentum of another type needs another state
+
+
+@contextmanager
+def iteration_of(trial: Trial) -> Iterator[None]:
+    """Orthogonal matrices are iterated as the trial says."""
+    with ExitStack() as stack:
+        if trial.iteration == "float32":
+            stack.enter_context(patch.object(newton_schulz, "newton_schulz", in_float32))
+        yield
+
+
+def in_float32(y: Tensor) -> Tensor:
+    """Five plain steps of Newton-Schulz in float32, without TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    x = newton_schulz.unit_norm(y.float())
+    if is_tall := x.shape[-2] > x.shape[-1]:
+        x = x.mT
+    for a, b, c in newton_schulz.COEFFICIENTS:
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    torch.set_float32_matmul_precision(before)
+    return x.mT if is_tall else x
 
 
 def clips(trial: Trial) -> bool:

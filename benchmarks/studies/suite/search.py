@@ -117,6 +117,26 @@ class Search:
         return not self.due(known)
 
 
+class Durations:
+    """How long trials take, by what is known of others on the same task."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self._known: dict[tuple[str, bool], list[float]] = {}
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Record) -> None:
+        """Take in a finished trial; some early records lack their time."""
+        if seconds := record.get("seconds"):
+            trial = record["trial"]
+            key = trial["task"], trial.get("quick", False)
+            self._known.setdefault(key, []).append(seconds)
+
+    def of(self, trial: Trial) -> float:
+        """The mean in seconds; 0 if nothing is known."""
+        return mean(self._known.get((trial.task, trial.quick), [0.0]))
+
+
 def error_of(record: Record) -> float:
     """What a record is judged by."""
     return float(record["wer"] if "wer" in record else record["nats"])

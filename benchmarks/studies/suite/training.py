@@ -13,7 +13,7 @@ from torch import nn
 
 from measurement import Record, state_bytes_per_parameter
 from studies.speech_task import save_atomically
-from studies.suite.optimizers import CLIP, clips, make_optimizers
+from studies.suite.optimizers import CLIP, clips, iteration_of, make_optimizers
 from studies.suite.tasks import TASKS, base_path, make_task
 
 if TYPE_CHECKING:
@@ -132,7 +132,8 @@ def perform(trial: Trial, cache: Path, device: torch.device) -> tuple[Record, Re
     begun = time.perf_counter()
     task = make_task(trial, cache, device)
     training = Training(trial, task)
-    training.run()
+    with iteration_of(trial):
+        training.run()
     losses = training.losses[: training.taken].cpu()
     is_nan = not bool(losses.isfinite().all())
     smooth = losses.unfold(0, min(50, len(losses)), 1).mean(dim=1)

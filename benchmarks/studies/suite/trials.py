@@ -27,6 +27,7 @@ class Trial:
         share: Of a peer of several optimizers: AdamW's part of the learning rate.
         settings: Of a recipe: arguments of `for_model`.
         by_kind: Of a recipe: settings for layers of one kind; `lr_share` scales their rate.
+        iteration: "float32" for plain Newton-Schulz steps in float32; empty as the device has them.
         quick: Everything tiny, to test the program.
     """
 
@@ -37,6 +38,7 @@ class Trial:
     share: float = 0.0
     settings: dict[str, Any] = field(default_factory=dict)
     by_kind: dict[str, dict[str, Any]] = field(default_factory=dict)
+    iteration: str = ""
     quick: bool = False
 
     @property
@@ -68,7 +70,9 @@ class Trial:
         return self == base_trial(self.task, self.quick) and self.task in BASES
 
     def __str__(self) -> str:
-        extra = {**self.settings, **self.by_kind}
+        extra: dict[str, Any] = {**self.settings, **self.by_kind}
+        if self.iteration:
+            extra["iteration"] = self.iteration
         share = f" share {self.share:g}" if self.share else ""
         shown = f" {json.dumps(extra)}" if extra else ""
         return f"{self.task} {self.optimizer} lr {self.lr:g}{share} seed {self.seed}{shown}"

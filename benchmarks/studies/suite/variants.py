@@ -19,7 +19,6 @@ WHOLE = tuple(family for family in FAMILIES if family != "lora")  # the whole mo
 OUTER = ("conv", "embedding", "head")  # kinds with a least size
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0)  # of a recipe's own rate, 16 x from end to end
 TENFOLD = 10.0  # a rate at which nothing may become NaN
-SCALE_GRID = (0.5, 1.0, 2.0)  # for models of several widths and trainings of several lengths
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,7 @@ class Variant:
     settings: dict[str, Any] = field(default_factory=dict)
     by_kind: dict[str, dict[str, Any]] = field(default_factory=dict)
     families: tuple[str, ...] = FAMILIES
+    iteration: str = ""
 
 
 def relative(weight_decay: float, **switches: Any) -> dict[str, Any]:
@@ -56,9 +56,11 @@ def changed(
     by_kind: dict[str, dict[str, Any]] | None = None,
     settings: dict[str, Any] | None = None,
     families: tuple[str, ...] = WHOLE,
+    iteration: str = "",
 ) -> Variant:
     """A recipe at its own rate, with other settings of some kinds of layers or of all."""
-    return Variant(recipe, (own_rate(recipe),), settings or {}, by_kind or {}, families)
+    rates = (own_rate(recipe),)
+    return Variant(recipe, rates, settings or {}, by_kind or {}, families, iteration)
 
 
 def own_rate(recipe: str) -> float:
@@ -76,11 +78,6 @@ def share(kind: str, part: float) -> dict[str, dict[str, Any]]:
     return {kind: {"lr_share": part}}
 
 
-def memory(momentum: float) -> dict[str, dict[str, Any]]:
-    """Another momentum of orthogonal matrices."""
-    return {kind: {"momentum": momentum} for kind in ("hidden", "conv", "adapter")}
-
-
 def adaptive(beta_max: float, part: float = 1.0) -> dict[str, dict[str, Any]]:
     """Convolutions with FAM, as they were before they were orthogonal."""
     momentum = {"direction": "factored", "momentum": {"beta_max": beta_max}, "nesterov": False}
@@ -94,14 +91,11 @@ VARIANTS: dict[str, Variant] = {
     "quality": Variant("quality", (0.04,)),
     "fast": Variant("fast", (0.08,)),
     "lean": Variant("lean", (0.04,)),
-    "quality momentum .8": changed("quality", memory(0.8)),
-    "quality momentum .85": changed("quality", memory(0.85)),
-    "quality embeddings .84": changed("quality", {"embedding": {"momentum": {"beta_max": 0.84}}}),
-    "quality wd .06": changed("quality", settings={"weight_decay": 0.06}),
-    "quality hidden wd .06": changed("quality", {"hidden": {"weight_decay": 0.06}}),
+    "quality hidden wd .03": changed("quality", {"hidden": {"weight_decay": 0.03}}),
     "quality hidden wd .1": changed("quality", {"hidden": {"weight_decay": 0.1}}),
+    # Another precision of the same equations.
+    "quality iterated in float32": changed("quality", iteration="float32"),
     "fast by the square": changed("fast", settings=SQUARED),
-    "lean by the square": changed("lean", settings={"weight_decay": 0.02, **SQUARED}),
     "fast usual": changed("fast", {"hidden": {"scale": "usual"}}),
     "lean usual": changed("lean", {"hidden": {"scale": "usual"}}),
     "quality own sizes": changed("quality", {"hidden": {"scale": "initial"}}),
@@ -131,7 +125,9 @@ VARIANTS: dict[str, Variant] = {
 def own_search(name: str, task: str, trial: Callable[..., Trial]) -> Search:
     """A recipe at its own rate with all seeds, and over a grid of rates."""
     own = own_rate(name)
-    grid = SCALE_GRID if TASKS[task].family == "scale" else (*GRID, TENFOLD)
+    grid: tuple[float, ...] = (*GRID, TENFOLD)
+    if TASKS[task].family == "scale":  # of the default recipe alone, how far the best rate is from its own
+        grid = GRID if name == "quality" else (1.0,)
     rates = tuple(float(f"{own * factor:.4g}") for factor in grid)
     made = trial(task, name, own)
     return Search(name, made, rates, extends=False, seeds=seeds_of(task), always=own)
@@ -148,5 +144,6 @@ def variant_search(
         trial(task, variant.recipe, variant.rates[0]),
         settings=variant.settings,
         by_kind=variant.by_kind,
+        iteration=variant.iteration,
     )
     return Search(name, made, variant.rates, extends=False, seeds=seeds)
