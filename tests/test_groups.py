@@ -405,7 +405,7 @@ def test_speech() -> None:
     adaptive = asdict(FAM(beta_max=0.92))
     others = ["factored", adaptive, False, 0.03, 0.04]
     assert found == {
-        "hidden": ["orthogonal", 0.9, True, 0.03, 0.04],
+        "hidden": ["orthogonal", 0.9, True, 0.06, 0.04],
         "embedding": others,
         "head": others,
         "vector": ["factored", adaptive, False, 0.0, 0.01],

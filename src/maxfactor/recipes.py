@@ -148,7 +148,7 @@ OWN: dict[RecipeName, Recipe] = {
             "switches": Switches(decay_by="squared_step"),
         },
         {
-            "hidden": {**ORTHOGONAL, "scale": "usual"},
+            "hidden": {**ORTHOGONAL, "scale": "usual", "weight_decay": 0.06},
             "conv": {**ORTHOGONAL, "scale": "raised"},
             "adapter": ORTHOGONAL,
             "tensor": {"scale": "raised"},
