@@ -453,6 +453,19 @@ def test_the_decay_of_hidden_matrices() -> None:
         assert all(number.removeprefix("0") in text for number in both)
 
 
+def test_groups_of_heads() -> None:
+    known = suite_trials()
+    for task in ("whisper-half", "llama", "bert", "german-few"):
+        whole = Trial(task, "quality", 0.04)
+        trials = [whole, replace(whole, settings={"heads_per_block": 4})]  # of six heads three
+        digits = 2 if TASKS[task].is_speech else 3
+        cells = [
+            ", ".join(f"{error_of(known[replace(each, seed=s).key]):.{digits}f}" for s in (0, 1))
+            for each in trials
+        ]
+        assert f"| {task} | {' | '.join(cells)} |" in page("recipe-study")
+
+
 def test_the_cap_is_not_reached_in_the_table() -> None:
     """So rows with decay by the relative step may stand for the squared one."""
     for task in MAIN:
