@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -151,17 +152,20 @@ def test_the_longest_trainings_begin_first() -> None:
 
 
 def test_how_long_a_trial_takes() -> None:
-    records = [
-        {"trial": {"task": "llama", "seed": 0}, "seconds": seconds} for seconds in (8.0, 10.0)
-    ]
-    durations = Durations([*records, {"trial": {"task": "bert", "seed": 0}, "seconds": None}])
+    slow = {"task": "llama", "optimizer": "fast"}
+    records: list[dict[str, Any]] = [{"trial": slow, "seconds": each} for each in (8.0, 10.0)]
+    records.append({"trial": {**slow, "optimizer": "soap"}, "seconds": 30.0})
+    records.append({"trial": {"task": "bert", "optimizer": "fast"}, "seconds": None})
+    durations = Durations(records)
     assert durations.of(Trial("llama", "fast", 0.08)) == 9.0
+    assert durations.of(Trial("llama", "soap", 0.003)) == 30.0
+    assert durations.of(Trial("llama", "lion", 0.003)) == 30.0  # the slowest that is known
     assert durations.of(Trial("llama", "fast", 0.08, quick=True)) == 0.0
     assert durations.of(Trial("bert", "fast", 0.08)) == 0.0
 
 
 def test_nothing_begins_that_would_not_be_done_in_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a minute left, a task is left out whose trials take two."""
     given: list[str] = []
@@ -172,15 +176,25 @@ def test_nothing_begins_that_would_not_be_done_in_time(
 
     monkeypatch.setattr(Workers, "work", work)
     for file in ("trials", "test"):
-        record = {"key": file, "trial": {"task": "llama", "quick": True}, "seconds": 120.0}
+        trial = {"task": "llama", "optimizer": "adamw-98", "quick": True}
+        record = {"key": file, "trial": trial, "seconds": 120.0}
         lines = [json.dumps({**record, "key": "of both"}), json.dumps(record)]
         (tmp_path / f"{file}.jsonl").write_text("".join(f"{line}\n" for line in lines))
     options = ["peers", "--optimizers", "adamw-98", "--tasks", "llama,bert", "--quick"]
     suite.main([*options, "--minutes", "1", "--out", str(tmp_path)])
     assert set(given) == {"bert"}
+    assert "raise --minutes" not in capsys.readouterr().out
+    given.clear()
+    suite.main(
+        [*options[:-3], "--tasks", "llama", "--quick", "--minutes", "1", "--out", str(tmp_path)]
+    )
+    assert given == []
+    said = capsys.readouterr().out
+    assert "the shortest trial that is left takes 120 s: raise --minutes" in said
+    assert "not complete" in said
 
 
-def test_an_iteration_in_float32(cache: Path) -> None:
+def test_an_iteration_in_float32(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU it is what the recipe has anyway, so trainings agree but for rounding."""
     plain, in_float32 = (
         Trial("llama", "quality", 0.04, iteration=iteration, quick=True)
@@ -188,7 +202,14 @@ def test_an_iteration_in_float32(cache: Path) -> None:
     )
     assert plain.key != in_float32.key
     assert "float32" in str(in_float32)
-    records = [perform(trial, cache, CPU)[0] for trial in (plain, in_float32)]
+    calls = mock.Mock(wraps=optimizers.in_float32)
+    monkeypatch.setattr(optimizers, "in_float32", calls)
+    records, counts = [], []
+    for trial in (plain, in_float32):
+        records.append(perform(trial, cache, CPU)[0])
+        counts.append(calls.call_count)
+    assert counts[0] == 0 < counts[1]
+    assert torch.get_float32_matmul_precision() == "highest"
     assert records[0]["nats"] == pytest.approx(records[1]["nats"], abs=1e-4)
     y = torch.randn(3, 5, 7, dtype=torch.float64)
     assert newton_schulz.newton_schulz is not optimizers.in_float32
@@ -246,12 +267,18 @@ def test_scores_and_the_report(tmp_path: Path) -> None:
         test.run(search, lambda trial, worse=worse: 2.0 + worse + 0.01 * trial.seed)
     found = scores(searches, known)
     assert found["fast @ 0.08"]["llama"] == pytest.approx(math.exp(0.2))
-    record = report(searches, known, test, "cpu", tmp_path)
+    out, picture = tmp_path / "suite.json", tmp_path / "suite.svg"
+    record = report(searches, known, test, "cpu", out, picture)
+    assert record["data"] == "test"
     [row] = [r for r in record["rows"] if r["optimizer"] == "fast" and r["rate"] == "default"]
     assert row["error"] == pytest.approx(2.22)
     assert row["ratio"] == pytest.approx(math.exp(0.2), abs=1e-4)
-    assert json.loads((tmp_path / "suite.json").read_text())["rows"] == record["rows"]
-    assert "soap" in (tmp_path / "suite.svg").read_text()
+    assert json.loads(out.read_text())["rows"] == record["rows"]
+    assert "SOAP" in picture.read_text()
+    assert "test data. Below 1 is better." in picture.read_text()
+    again = report(searches, known, known, "cpu", out, picture)
+    assert again["data"] == "development"
+    assert {row["error"] for row in again["rows"]} != {row["error"] for row in record["rows"]}
     against = {(each["by"], each["group"]): each for each in record["comparisons"]}
     assert set(against) == {
         (by, group) for by in ("itself", "adamw-95 or adamw-98") for group in ("text", "all")
@@ -276,6 +303,19 @@ def test_a_lucky_seed_is_no_reference() -> None:
     assert found["quality @ 0.04"]["llama"] == pytest.approx(1.0)
     options = suite.parsed(["choose", "--tasks", "llama", "--optimizers", "soap,quality"])
     assert [search.seeds for search in suite.searches_of(options)] == [(0,), (0,)]
+
+
+def test_what_is_not_complete_is_not_reported() -> None:
+    """No best rate of a recipe before all have been run, and no mean of fewer seeds."""
+    known, own = Errors(), own_search("quality", "llama", Trial)
+    known.run(own, lambda trial: trial.lr)
+    assert [row["rate"] for row in rows_of(own, known, known)] == ["default", "best"]
+    del known[own.at(max(own.rates)).key]
+    [row] = rows_of(own, known, known)
+    assert (row["rate"], row["lr"]) == ("default", own.always)
+    assert own.always is not None
+    del known[own.at(own.always, seed=2).key]
+    assert rows_of(own, known, known) == []
 
 
 def test_the_report_of_widths_and_lengths() -> None:

@@ -1,8 +1,8 @@
 """Choose settings on some families of tasks, and look at them on the family that was left out.
 
 A variant's score on a task is its error relative to the best tuned peer, on development data. Its
-score on several tasks is the geometric mean. The variant that ships is the best one on all
-families; what it is worth elsewhere is seen on families that had no say.
+score on several tasks is the geometric mean. This helps to choose the variant that ships; what a
+choice is worth elsewhere is seen on families that had no say.
 """
 
 from __future__ import annotations

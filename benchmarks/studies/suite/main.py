@@ -5,6 +5,7 @@
     python benchmarks/studies/suite/main.py ours --optimizers "quality heads one by one" --out runs
     python benchmarks/studies/suite/main.py show --out runs       # development data
     python benchmarks/studies/suite/main.py choose --out runs     # by families left out
+    python benchmarks/studies/suite/main.py preview --out runs    # tables and picture of that
     python benchmarks/studies/suite/main.py report --out runs     # test data, looked at once
 
 `all` is what `report` needs: `peers` and `ours` on all tasks, `more` peers on some, and `ours` and
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from measurement import Record
 
 TABLES = ("all", "peers", "more", "ours", "choice")
+PICTURE = RESULTS.parents[1] / "docs" / "pictures" / "suite.svg"
 SOME = ("whisper-half", "llama", "german-few")  # tasks of `more`
 SCALE = tuple(  # the longest first, as nothing is known of a training that was cut off
     sorted((name for name in TASKS if name not in MAIN), key=lambda name: -TASKS[name].steps)
@@ -81,9 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not is_done:
             print("not complete; run the same command again to continue", flush=True)
     known = read_records(options.out / "trials.jsonl")
-    if options.table == "report":
-        test = read_records(options.out / "test.jsonl")
-        for line in report(searches, known, test, options.device, options.results)["means"]:
+    if options.table in ("report", "preview"):
+        measured = known if options.table == "preview" else read_records(options.out / "test.jsonl")
+        name = "development" if options.table == "preview" else "test"
+        out = options.results / f"suite_{name}.json"
+        found = report(searches, known, measured, options.device, out, options.picture)
+        for line in found["means"]:
             print(json.dumps(line))
         return
     print_rows(searches, known)
@@ -96,7 +101,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("table", choices=(*TABLES, "show", "choose", "report"))
+    parser.add_argument("table", choices=(*TABLES, "show", "choose", "preview", "report"))
     parser.add_argument("--tasks", help="separated by commas; default: those of the table")
     parser.add_argument("--optimizers", help="separated by commas; default: all of the table")
     parser.add_argument("--seeds", type=int, default=1, help="of variants in `choice` [1]")
@@ -105,7 +110,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="trainings side by side")
     parser.add_argument("--out", type=Path, default=Path("runs"))
     parser.add_argument("--cache", type=Path, help="of data; default: OUT/cache")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where `report` writes")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where tables are written")
+    parser.add_argument("--picture", type=Path, default=PICTURE, help="where it is drawn")
     parser.add_argument("--quick", action="store_true", help="tiny, to test the program")
     return parser.parse_args(arguments)
 
@@ -113,7 +119,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 def searches_of(options: argparse.Namespace) -> list[Search]:
     """The rows of a table on the tasks that were asked for."""
     is_whole = options.tasks is None and options.optimizers is None
-    if is_whole and options.table in ("all", "report"):
+    if is_whole and options.table in ("all", "preview", "report"):
         given = [
             {"table": table, "tasks": ",".join(tasks), "optimizers": names}
             for table, tasks, names in PARTS
@@ -136,6 +142,7 @@ def searches_of(options: argparse.Namespace) -> list[Search]:
         "choice": VARIANTS,
         "show": [*PEERS, *MORE_PEERS, *OURS],
         "choose": [*PEERS, *VARIANTS],
+        "preview": [*PEERS, *MORE_PEERS, *OURS],
         "report": [*PEERS, *MORE_PEERS, *OURS],
     }[options.table]
     if options.optimizers:
@@ -186,7 +193,7 @@ def run(searches: Sequence[Search], options: argparse.Namespace, deadline: float
             first = [base for key, base in bases.items() if key not in due]
             ready.sort(key=lambda trial: not trial.is_base)
             left = deadline - time.monotonic()
-            return [*first, *(trial for trial in ready if durations.of(trial) < left)]
+            return [trial for trial in (*first, *ready) if durations.of(trial) < left]
 
         def keep(record: Record) -> None:
             test = record.pop("test")
@@ -201,7 +208,12 @@ def run(searches: Sequence[Search], options: argparse.Namespace, deadline: float
 
         workers = Workers(cache, options.device, options.jobs, serve=serve)
         workers.work(pending, deadline, keep)
-    return all(search.is_complete(known) for search in searches)
+    due = [trial for search in searches for trial in search.due(known)]
+    if due and (shortest := min(map(durations.of, due))) > 60.0 * options.minutes:
+        print(
+            f"the shortest trial that is left takes {shortest:.0f} s: raise --minutes", flush=True
+        )
+    return not due
 
 
 def needed_base(trial: Trial, cache: Path) -> Trial | None:

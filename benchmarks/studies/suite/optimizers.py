@@ -216,15 +216,17 @@ def iteration_of(trial: Trial) -> Iterator[None]:
 
 def in_float32(y: Tensor) -> Tensor:
     """Five plain steps of Newton-Schulz in float32, without TF32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
     x = newton_schulz.unit_norm(y.float())
     if is_tall := x.shape[-2] > x.shape[-1]:
         x = x.mT
-    for a, b, c in newton_schulz.COEFFICIENTS:
-        square = x @ x.mT
-        x = a * x + (b * square + c * square @ square) @ x
-    torch.set_float32_matmul_precision(before)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        for a, b, c in newton_schulz.COEFFICIENTS:
+            square = x @ x.mT
+            x = a * x + (b * square + c * square @ square) @ x
+    finally:
+        torch.set_float32_matmul_precision(before)
     return x.mT if is_tall else x
 
 

@@ -1,7 +1,8 @@
-"""Test data, looked at once: tables and a heat map of optimizers by task.
+"""Tables and a heat map of optimizers by task, on development data or, looked at once, test data.
 
-Peers are at the rate that development data chose, recipes at their own rate and at the best of a
-grid. Every figure is a mean over seeds, but for long trainings, which have one.
+Peers are at the rate that development data chose, recipes at their own rate and, where all rates
+have been run, at the best of a grid. Every figure is a mean over seeds, but for long trainings,
+which have one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from measurement import circumstances, write_json
 from studies.suite.choice import geometric_mean, ratio
-from studies.suite.optimizers import ALL_PEERS
+from studies.suite.optimizers import ALL_PEERS, OURS
 from studies.suite.search import error_of
 from studies.suite.tasks import TASKS
 from studies.suite.variants import TENFOLD
@@ -28,14 +29,39 @@ if TYPE_CHECKING:
 
 
 ADAMW = ["adamw-95", "adamw-98"]
+LABELS = {  # of peers, in the order of the heat map
+    "soap": "SOAP",
+    "normuon": "NorMuon",
+    "muon": "Muon, original",
+    "muon-matched": "Muon, match RMS",
+    "adamw-95": "AdamW (.9, .95)",
+    "adamw-98": "AdamW (.9, .98)",
+    "adafactor": "Adafactor",
+    "schedule-free": "Schedule-Free",
+    "mars": "MARS",
+    "ademamix": "AdEMAMix",
+    "nadamw": "NAdamW",
+    "came": "CAME",
+    "lion": "Lion",
+}
+DARK = 1.3  # logarithm from which on a cell needs light text
 RIVALS = {"quality": ADAMW, "fast": ADAMW, "lean": ["adafactor"]}
 
 
 def report(
-    searches: Sequence[Search], known: Known, test: Known, device: str, results: Path
+    searches: Sequence[Search], known: Known, measured: Known, device: str, out: Path, picture: Path
 ) -> Record:
-    """Write suite.json and the heat map suite.svg."""
-    rows = [row for search in searches for row in rows_of(search, known, test)]
+    """Write the tables as JSON, and the heat map as SVG.
+
+    Args:
+        searches: The rows.
+        known: Records on development data, which choose the rates.
+        measured: The errors that are reported: those records again, or those on test data.
+        device: Where this runs; records say where they were trained.
+        out: The JSON file.
+        picture: The SVG file.
+    """
+    rows = [row for search in searches for row in rows_of(search, known, measured)]
     best: dict[str, float] = {}
     for row in rows:
         if row["optimizer"] in ALL_PEERS:
@@ -47,39 +73,43 @@ def report(
             )
     record = {
         **circumstances(device),
+        "data": "development" if measured is known else "test",
+        "trained_on": sorted({each["machine"] for each in known.values() if "machine" in each}),
         "rows": rows,
         "means": means(rows),
         "comparisons": comparisons(rows),
         "scale": scale(rows),
         "tenfold": tenfold(searches, known),
     }
-    write_json(results / "suite.json", record)
-    draw(rows, results / "suite.svg")
+    write_json(out, record)
+    draw(rows, record["data"], picture)
     return record
 
 
-def rows_of(search: Search, known: Known, test: Known) -> list[Record]:
+def rows_of(search: Search, known: Known, measured: Known) -> list[Record]:
     """An optimizer on a task: at the best rate, and a recipe at its own rate, too."""
     if not search.tried(known):
         return []
     chosen = {"best": search.best(known)}
     if search.always is not None:
-        chosen["default"] = search.at(search.always)
+        chosen = {"default": search.at(search.always)}
+        if search.is_complete(known):
+            chosen["best"] = search.best(known)
     return [
         row
         for rate, trial in chosen.items()
-        if (row := _row(search, trial, rate, known, test)) is not None
+        if (row := _row(search, trial, rate, known, measured)) is not None
     ]
 
 
-def _row(search: Search, trial: Trial, rate: str, known: Known, test: Known) -> Record | None:
+def _row(search: Search, trial: Trial, rate: str, known: Known, measured: Known) -> Record | None:
     seeds = [replace(trial, seed=seed).key for seed in search.seeds]
-    errors = [error_of(test[key]) for key in seeds if key in test]
-    if not errors:
+    found = [measured[key] for key in seeds if key in measured]
+    if len(found) < len(seeds):
         return None
-    record = known[trial.key]
-    measured = [test[key] for key in seeds if key in test]
-    old = [each[name] for each in measured for name in ("old_wer", "old_nats") if name in each]
+    errors = [error_of(each) for each in found]
+    record = known[seeds[0]]
+    old = [each[name] for each in found for name in ("old_wer", "old_nats") if name in each]
     return {
         "task": trial.task,
         "family": TASKS[trial.task].family,
@@ -90,7 +120,7 @@ def _row(search: Search, trial: Trial, rate: str, known: Known, test: Known) -> 
         "error": round(fmean(errors), 4),
         "seeds": errors,
         **({"old": round(fmean(old), 4)} if old else {}),
-        "diverged": sum(bool(known[key]["diverged"]) for key in seeds if key in known),
+        "diverged": sum(bool(known[key]["diverged"]) for key in seeds),
         "ms_per_step": record["ms_per_step"],
         "state_bytes_per_parameter": record["state_bytes_per_parameter"],
     }
@@ -198,29 +228,41 @@ def errors_of(
     ]
 
 
-def draw(rows: Sequence[Record], path: Path) -> None:
-    """A heat map: tasks by optimizers, the ratio to the best peer."""
+def draw(rows: Sequence[Record], data: str, path: Path) -> None:
+    """A heat map: tasks by optimizers, the ratio to the best peer; ours at their own rates."""
     import matplotlib as mpl
 
     mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "suite"  # the same picture has the same bytes
     import matplotlib.pyplot as plt
 
-    tasks = list(dict.fromkeys(row["task"] for row in rows if row["family"] != "scale"))
-    columns = list(dict.fromkeys((row["optimizer"], row["rate"]) for row in rows))
-    values = {
-        (row["task"], row["optimizer"], row["rate"]): row.get("ratio", float("nan")) for row in rows
-    }
-    grid = [[values.get((task, *column), float("nan")) for column in columns] for task in tasks]
-    figure, axes = plt.subplots(figsize=(1.0 + 0.62 * len(columns), 1.2 + 0.36 * len(tasks)))
-    axes.imshow(grid, cmap="RdYlGn_r", vmin=0.5, vmax=2.0, aspect="auto")
+    shown = [row for row in rows if row["family"] != "scale" and "ratio" in row]
+    shown = [row for row in shown if (row["rate"] == "default") == (row["optimizer"] in OURS)]
+    columns = sorted({row["optimizer"] for row in shown}, key=[*OURS, *LABELS].index)
+    tasks = list(dict.fromkeys(row["task"] for row in shown))
+    values = {(row["task"], row["optimizer"]): row["ratio"] for row in shown}
+    grid = [[values.get((task, name), math.nan) for name in columns] for task in tasks]
+    figure, axes = plt.subplots(figsize=(1.6 + 0.58 * len(columns), 1.5 + 0.34 * len(tasks)))
+    # By the logarithm, so that half and twice the errors are equally far from white.
+    logarithms = [[math.log2(value) for value in line] for line in grid]
+    axes.imshow(logarithms, cmap="PiYG_r", vmin=-2.0, vmax=2.0, aspect="auto")
     for y, line in enumerate(grid):
         for x, value in enumerate(line):
-            if value == value:  # not NaN
-                axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7)
-    labels = [name if rate == "best" else f"{name} ({rate})" for name, rate in columns]
-    axes.set_xticks(range(len(columns)), labels, rotation=40, ha="right", fontsize=8)
+            if not math.isnan(value):
+                text = f"{value:.2f}" if value < 10.0 else f"{value:.0f}"
+                color = "white" if abs(logarithms[y][x]) > DARK else "black"
+                axes.text(x, y, text, ha="center", va="center", fontsize=7.5, color=color)
+    axes.xaxis.tick_top()
+    labels = [LABELS.get(name, f"{name} (ours)") for name in columns]
+    axes.set_xticks(range(len(columns)), labels, rotation=40, ha="left", fontsize=8)
     axes.set_yticks(range(len(tasks)), tasks, fontsize=8)
-    axes.set_title("Error relative to the best tuned peer (test data; below 1 is better)", size=9)
+    axes.tick_params(length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    figure.text(
+        0.5, 0.02, f"Errors divided by those of the best peer, {data} data. Below 1 is better.",
+        ha="center", fontsize=8,
+    )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight")
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None}, facecolor="white")
     plt.close(figure)

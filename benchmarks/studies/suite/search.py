@@ -118,10 +118,10 @@ class Search:
 
 
 class Durations:
-    """How long trials take, by what is known of others on the same task."""
+    """How long trials take, by what is known of others."""
 
     def __init__(self, records: Iterable[Record]) -> None:
-        self._known: dict[tuple[str, bool], list[float]] = {}
+        self._known: dict[tuple[str, bool], dict[str, list[float]]] = {}  # by task and optimizer
         for record in records:
             self.add(record)
 
@@ -129,12 +129,14 @@ class Durations:
         """Take in a finished trial; some early records lack their time."""
         if seconds := record.get("seconds"):
             trial = record["trial"]
-            key = trial["task"], trial.get("quick", False)
-            self._known.setdefault(key, []).append(seconds)
+            of_task = self._known.setdefault((trial["task"], trial.get("quick", False)), {})
+            of_task.setdefault(trial["optimizer"], []).append(seconds)
 
     def of(self, trial: Trial) -> float:
-        """The mean in seconds; 0 if nothing is known."""
-        return mean(self._known.get((trial.task, trial.quick), [0.0]))
+        """The mean in seconds, or that of the slowest other optimizer; 0 if nothing is known."""
+        of_task = self._known.get((trial.task, trial.quick), {})
+        own = of_task.get(trial.optimizer)
+        return mean(own) if own else max(map(mean, of_task.values()), default=0.0)
 
 
 def error_of(record: Record) -> float:

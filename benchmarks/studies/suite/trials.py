@@ -27,7 +27,7 @@ class Trial:
         share: Of a peer of several optimizers: AdamW's part of the learning rate.
         settings: Of a recipe: arguments of `for_model`.
         by_kind: Of a recipe: settings for layers of one kind; `lr_share` scales their rate.
-        iteration: "float32" for plain Newton-Schulz steps in float32; empty as the device has them.
+        iteration: "float32" for plain Newton-Schulz steps; empty for the device's own precision.
         quick: Everything tiny, to test the program.
     """
 

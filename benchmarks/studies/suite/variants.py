@@ -93,8 +93,6 @@ VARIANTS: dict[str, Variant] = {
     "lean": Variant("lean", (0.04,)),
     "quality hidden wd .03": changed("quality", {"hidden": {"weight_decay": 0.03}}),
     "quality hidden wd .1": changed("quality", {"hidden": {"weight_decay": 0.1}}),
-    # Another precision of the same equations.
-    "quality iterated in float32": changed("quality", iteration="float32"),
     "fast by the square": changed("fast", settings=SQUARED),
     "fast usual": changed("fast", {"hidden": {"scale": "usual"}}),
     "lean usual": changed("lean", {"hidden": {"scale": "usual"}}),
@@ -119,6 +117,8 @@ VARIANTS: dict[str, Variant] = {
     "quality double": Variant("quality", (0.08,)),
     "fast half": Variant("fast", (0.04,)),
     "fast wd .03": changed("fast", settings=relative(0.03), families=FAMILIES),
+    # Another precision of the same equations.
+    "quality iterated in float32": changed("quality", iteration="float32"),
 }
 
 
@@ -126,7 +126,7 @@ def own_search(name: str, task: str, trial: Callable[..., Trial]) -> Search:
     """A recipe at its own rate with all seeds, and over a grid of rates."""
     own = own_rate(name)
     grid: tuple[float, ...] = (*GRID, TENFOLD)
-    if TASKS[task].family == "scale":  # of the default recipe alone, how far the best rate is from its own
+    if TASKS[task].family == "scale":  # how far the best rate is off, of the default recipe alone
         grid = GRID if name == "quality" else (1.0,)
     rates = tuple(float(f"{own * factor:.4g}") for factor in grid)
     made = trial(task, name, own)
