@@ -20,6 +20,7 @@ from maxfactor.recipes import OWN, PUBLISHED
 from studies.suite.choice import choose, geometric_mean, ratio, scores
 from studies.suite.main import SCALE, SOME, parsed, searches_of
 from studies.suite.optimizers import MORE_PEERS, OURS, PEERS
+from studies.suite.report import rows_of
 from studies.suite.search import CHOOSING, Known, error_of, peer_search, read_records
 from studies.suite.tasks import FAMILIES, MAIN, TASKS
 from studies.suite.training import rate_factor
@@ -299,7 +300,7 @@ def test_the_recipes_as_they_are_now() -> None:
     assert all(abs(by_best[task] - 1.0) < 0.01 for task in ("llama", "wave"))
     assert all(each < 1.0 for each in fast.values())
     readme = re.sub(r"\s+", " ", text_of("README.md"))
-    assert "Adafactor at their best on [nine](" in readme
+    assert "`quality` at its default rate beat the best of five peers on [nine](" in readme
     level = "the best of them was level with it on a Llama and on a wav2vec 2.0"
     assert f"SOAP beat it in LoRA on German, and {level}" in readme
     assert "`fast` beat AdamW on all twelve" in readme
@@ -587,25 +588,55 @@ def errors_of(
 
 
 @pytest.mark.parametrize(
-    ("name", "shown"),
+    ("names", "shown"),
     [
-        ("quality", "| **`quality`** (ours, the default) | {lr:.2f} | {wer:.2f} % |"),
-        ("fast", "| **`fast`** (ours) | {lr:.2f} | {wer:.1f} % |"),
-        ("lean", "| **`lean`** (ours, no momentum) | {lr:.3f} | {wer:.1f} % |"),
-        ("muon + adamw", "| Muon + AdamW (torch) | {lr:.2f} | {wer:.2f} % |"),
-        ("adamw, clip 1", "| AdamW, clipping 1 | {lr:.3f} | {wer:.1f} % |"),
-        ("adafactor (torch)", "| Adafactor (torch) | {lr:.2f} | {wer:.1f} % |"),
+        (["quality"], "**`quality`** (ours, the default)"),
+        (["fast"], "**`fast`** (ours)"),
+        (["lean"], "**`lean`** (ours, no momentum)"),
+        (["soap"], "SOAP"),
+        (["normuon"], "NorMuon"),
+        (["muon", "muon-matched"], "Muon (torch)"),
+        (["adamw-95", "adamw-98"], "AdamW"),
+        (["adafactor"], "Adafactor (torch)"),
     ],
 )
-def test_the_table_of_the_readme(name: str, shown: str) -> None:
-    """Ours at the rates that recipes had in version 0.2.0, the others at the best one."""
-    tables = results("momentum_study")["tables"]
-    now = [row for row in tables["defaults"] if row["name"] == f"{name}, 1500 steps"]
-    [row] = now or [row for row in tables["main"] if row["name"] == name]
-    lr = {"quality": 0.02, "fast": 0.04, "lean": 0.028}.get(name, row["lr"])
-    wer = mean(row["tried"][f"{lr:g}"])
-    line = shown.format(lr=lr, wer=wer).replace("| 0.", "| .", 1)
-    assert line in text_of("README.md")
+def test_the_table_of_the_readme(names: list[str], shown: str) -> None:
+    """Ours at their own rates, the others at the best one; state where all weights are trained."""
+    rate = "default" if names[0] in OURS else "best"
+    own = [
+        row
+        for row in results("suite_development")["rows"]
+        if row["optimizer"] in names and row["rate"] == rate
+    ]
+    cells = []
+    for task in ("whisper", "conformer", "german-few", "llama", "bert"):
+        errors = [row["error"] for row in own if row["task"] == task]
+        assert len(errors) == len(names)
+        cells.append(f"{min(errors):.1f} %" if TASKS[task].is_speech else f"{min(errors):.2f}")
+    whole = [row for row in own if row["family"] in ("speech", "language")]
+    state = [row["state_bytes_per_parameter"] for row in whole]
+    assert len(state) == 7 * len(names)
+    [line] = [each for each in text_of("README.md").splitlines() if each.startswith(f"| {shown} |")]
+    assert line.startswith(f"| {shown} | {' | '.join(cells)} | ")
+    said = [float(number) for number in line.split("|")[7].split(" to ")]
+    assert said[0] == pytest.approx(min(state), rel=0.15)
+    assert said[-1] == pytest.approx(max(state), rel=0.15)
+
+
+def test_the_preview_is_that_of_the_trials() -> None:
+    """The stored tables and the picture are those of the stored runs."""
+    searches = searches_of(parsed(["preview"]))
+    known = suite_trials()
+    rows = json.loads(json.dumps([row for each in searches for row in rows_of(each, known, known)]))
+    stored = results("suite_development")
+    assert stored["data"] == "development"
+    assert [{k: v for k, v in row.items() if k != "ratio"} for row in stored["rows"]] == rows
+    picture = text_of("docs/pictures/suite.svg")
+    own = [row for row in stored["rows"] if row["optimizer"] == "quality"]
+    of_quality = [row["ratio"] for row in own if row["family"] != "scale"]
+    assert len(of_quality) == len(MAIN)
+    assert "development data. Below 1 is better." in picture
+    assert all(f"<!-- {ratio:.2f} -->" in picture for ratio in of_quality)
 
 
 def test_shares_of_a_training_step() -> None:
