@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CHOOSING = 0  # the seed that chooses rates and shares: its errors are too good, so not reported
 SEEDS = (1, 2, 3)  # that are reported
 LONG = 8_000  # steps from which on one seed has to do
-EXTENSIONS = 2  # rates beyond the lowest or highest one
+EXTENSIONS = 4  # rates beyond the lowest or highest one
 Known = dict[str, "Record"]
 
 
@@ -121,7 +121,7 @@ class Durations:
     """How long trials take, by what is known of others."""
 
     def __init__(self, records: Iterable[Record]) -> None:
-        self._known: dict[tuple[str, bool], dict[str, list[float]]] = {}  # by task and optimizer
+        self._known: dict[tuple[str, bool], dict[tuple[str, str], float]] = {}  # by task
         for record in records:
             self.add(record)
 
@@ -130,13 +130,14 @@ class Durations:
         if seconds := record.get("seconds"):
             trial = record["trial"]
             of_task = self._known.setdefault((trial["task"], trial.get("quick", False)), {})
-            of_task.setdefault(trial["optimizer"], []).append(seconds)
+            kind = trial["optimizer"], trial.get("iteration", "")
+            of_task[kind] = max(of_task.get(kind, 0.0), seconds)
 
     def of(self, trial: Trial) -> float:
-        """The mean in seconds, or that of the slowest other optimizer; 0 if nothing is known."""
+        """The longest in seconds, or that of all other optimizers; 0 if nothing is known."""
         of_task = self._known.get((trial.task, trial.quick), {})
-        own = of_task.get(trial.optimizer)
-        return mean(own) if own else max(map(mean, of_task.values()), default=0.0)
+        own = of_task.get((trial.optimizer, trial.iteration))
+        return own or max(of_task.values(), default=0.0)
 
 
 def error_of(record: Record) -> float:
