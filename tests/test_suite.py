@@ -13,18 +13,19 @@ import torch
 from torch import nn
 
 from maxfactor.rule import newton_schulz
+from measurement import RESULTS
 from studies.side_by_side import Workers
 from studies.suite import main as suite
 from studies.suite import noise, optimizers, speech_data
 from studies.suite.choice import choose, ratio, scores
 from studies.suite.optimizers import ALL_PEERS, MORE_PEERS, OURS, PEERS, make_optimizers
-from studies.suite.report import report, rows_of, scale
+from studies.suite.report import missing, report, rows_of, scale
 from studies.suite.search import Durations, Search, peer_search
 from studies.suite.tasks import FAMILIES, MAIN, TASKS
 from studies.suite.texts import python_source, split_of, words
 from studies.suite.training import perform
 from studies.suite.trials import Trial, base_trial
-from studies.suite.variants import own_search
+from studies.suite.variants import own_search, variant_search
 
 CPU = torch.device("cpu")
 
@@ -157,7 +158,10 @@ def test_how_long_a_trial_takes() -> None:
     records.append({"trial": {**slow, "optimizer": "soap"}, "seconds": 30.0})
     records.append({"trial": {"task": "bert", "optimizer": "fast"}, "seconds": None})
     durations = Durations(records)
-    assert durations.of(Trial("llama", "fast", 0.08)) == 9.0
+    assert durations.of(Trial("llama", "fast", 0.08)) == 10.0  # the longest
+    durations.add({"trial": {**slow, "iteration": "float32"}, "seconds": 20.0})
+    assert durations.of(Trial("llama", "fast", 0.08)) == 10.0
+    assert durations.of(Trial("llama", "fast", 0.08, iteration="float32")) == 20.0
     assert durations.of(Trial("llama", "soap", 0.003)) == 30.0
     assert durations.of(Trial("llama", "lion", 0.003)) == 30.0  # the slowest that is known
     assert durations.of(Trial("llama", "fast", 0.08, quick=True)) == 0.0
@@ -185,13 +189,13 @@ def test_nothing_begins_that_would_not_be_done_in_time(
     assert set(given) == {"bert"}
     assert "raise --minutes" not in capsys.readouterr().out
     given.clear()
-    suite.main(
-        [*options[:-3], "--tasks", "llama", "--quick", "--minutes", "1", "--out", str(tmp_path)]
-    )
-    assert given == []
-    said = capsys.readouterr().out
-    assert "the shortest trial that is left takes 120 s: raise --minutes" in said
-    assert "not complete" in said
+    for minutes in ("1", "2"):  # two minutes are over when the data are there
+        one = [*options[:-3], "--tasks", "llama", "--quick", "--minutes", minutes]
+        suite.main([*one, "--out", str(tmp_path)])
+        assert given == []
+        said = capsys.readouterr().out
+        assert "the shortest trial that is left takes 120 s: raise --minutes" in said
+        assert "not complete" in said
 
 
 def test_an_iteration_in_float32(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,8 +318,48 @@ def test_what_is_not_complete_is_not_reported() -> None:
     [row] = rows_of(own, known, known)
     assert (row["rate"], row["lr"]) == ("default", own.always)
     assert own.always is not None
+    best = {"task": "llama", "optimizer": "quality", "rate": "best", "row": False}
+    assert missing(own, known, known) == [best]
     del known[own.at(own.always, seed=2).key]
     assert rows_of(own, known, known) == []
+    assert missing(own, known, known) == [{**best, "rate": "default"}, best]
+
+
+def test_peers_that_may_not_be_at_their_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are shown, marked, on development data; test data stay unread."""
+    known, peer = Errors(), peer_search("soap", "llama", Trial)
+    variant = variant_search("quality hidden wd .1", "llama", Trial, (1, 2, 3))
+    assert variant is not None
+    for search in (peer, variant):
+        known.run(search, lambda trial: 1.0 + abs(trial.lr - 0.003))
+    options = ["--tasks", "llama", "--optimizers", "soap,quality hidden wd .1"]
+    options += ["--out", str(tmp_path)]
+    asked: list[str] = []
+
+    def read(path: Path) -> Errors:
+        asked.append(path.name)
+        return known
+
+    monkeypatch.setattr(suite, "read_records", read)
+    whole = (RESULTS / "suite_development.json").read_bytes()
+    suite.main(["report", *options])
+    assert asked == ["trials.jsonl", "test.jsonl"]
+    assert (tmp_path / "suite_test.json").exists()
+    assert "quality hidden wd .1" in (tmp_path / "suite_test.svg").read_text()
+    assert "missing" not in capsys.readouterr().out
+    del known[peer.at(max(peer.rates)).key]
+    asked.clear()
+    with pytest.raises(SystemExit, match="peers are not at their best: soap on llama"):
+        suite.main(["report", *options])
+    assert asked == ["trials.jsonl"]
+    suite.main(["preview", *options])
+    said = "missing: soap on llama at its best rate, its best rate may be another"
+    assert said in capsys.readouterr().out
+    record = json.loads((tmp_path / "suite_development.json").read_text())
+    assert [line["optimizer"] for line in record["missing"]] == ["soap"]
+    assert (RESULTS / "suite_development.json").read_bytes() == whole
 
 
 def test_the_report_of_widths_and_lengths() -> None:
@@ -329,7 +373,12 @@ def test_the_report_of_widths_and_lengths() -> None:
         for errors in (known, test):
             errors.run(search, lambda trial, worse=worse: 1.0 + worse + abs(trial.lr - 0.08))
     rows = [row for search in searches for row in rows_of(search, known, test)]
-    [line] = scale(rows)
+    searches.append(own_search("fast", "width-128", Trial))  # at its own rate alone
+    for errors in (known, test):
+        errors.run(searches[-1], lambda _: 1.0)
+    rows += rows_of(searches[-1], known, test)
+    [line, of_fast] = scale(rows)
+    assert set(of_fast) == {"task", "optimizer", "by_adamw"}
     assert line["best_rate"] == pytest.approx(2.0)
     assert line["by_itself"] == pytest.approx(math.exp(0.04), abs=1e-3)
     assert line["by_adamw"] < 1.0

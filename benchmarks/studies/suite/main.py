@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from measurement import Record
+    from studies.suite.search import Known
 
 TABLES = ("all", "peers", "more", "ours", "choice")
 PICTURE = RESULTS.parents[1] / "docs" / "pictures" / "suite.svg"
@@ -84,16 +85,43 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print("not complete; run the same command again to continue", flush=True)
     known = read_records(options.out / "trials.jsonl")
     if options.table in ("report", "preview"):
-        measured = known if options.table == "preview" else read_records(options.out / "test.jsonl")
-        name = "development" if options.table == "preview" else "test"
-        out = options.results / f"suite_{name}.json"
-        found = report(searches, known, measured, options.device, out, options.picture)
-        for line in found["means"]:
-            print(json.dumps(line))
+        write_tables(searches, known, options)
         return
     print_rows(searches, known)
     if options.table == "choose":
         print_choice(scores(searches, known), FAMILIES)
+
+
+def write_tables(searches: Sequence[Search], known: Known, options: argparse.Namespace) -> None:
+    """Write the tables and the picture on development data, or on test data."""
+    is_test = options.table == "report"
+    name = "test" if is_test else "development"
+    if is_test:  # before test data are read
+        refuse_unfinished(searches, known)
+    folder = options.results or (RESULTS if is_whole(options) else options.out)
+    in_documents = is_whole(options) and options.results is None
+    picture = options.picture or (PICTURE if in_documents else folder / f"suite_{name}.svg")
+    measured = read_records(options.out / "test.jsonl") if is_test else known
+    out = folder / f"suite_{name}.json"
+    found = report(searches, known, measured, options.device, out, picture)
+    for line in found["means"]:
+        print(json.dumps(line))
+    for line in found["missing"]:
+        what = "its best rate may be another" if line["row"] else "not in the tables"
+        print(f"missing: {line['optimizer']} on {line['task']} at its {line['rate']} rate, {what}")
+
+
+def refuse_unfinished(searches: Sequence[Search], known: Known) -> None:
+    """Peers at rates that may not be their best would make ours look better than they are."""
+    peers = [search for search in searches if search.always is None]
+    left = [f"{each.name} on {each.trial.task}" for each in peers if not each.is_complete(known)]
+    if left:
+        raise SystemExit(f"not read yet, as peers are not at their best: {', '.join(left)}")
+
+
+def is_whole(options: argparse.Namespace) -> bool:
+    """Whether all tasks and optimizers are asked for."""
+    return options.tasks is None and options.optimizers is None
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -110,16 +138,19 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="trainings side by side")
     parser.add_argument("--out", type=Path, default=Path("runs"))
     parser.add_argument("--cache", type=Path, help="of data; default: OUT/cache")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where tables are written")
-    parser.add_argument("--picture", type=Path, default=PICTURE, help="where it is drawn")
+    parser.add_argument(
+        "--results", type=Path, help="folder of tables [of all: benchmarks/results; of some: OUT]"
+    )
+    parser.add_argument(
+        "--picture", type=Path, help="where it is drawn [of all: docs/pictures; of some: --results]"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny, to test the program")
     return parser.parse_args(arguments)
 
 
 def searches_of(options: argparse.Namespace) -> list[Search]:
     """The rows of a table on the tasks that were asked for."""
-    is_whole = options.tasks is None and options.optimizers is None
-    if is_whole and options.table in ("all", "preview", "report"):
+    if is_whole(options) and options.table in ("all", "preview", "report"):
         given = [
             {"table": table, "tasks": ",".join(tasks), "optimizers": names}
             for table, tasks, names in PARTS
@@ -182,7 +213,7 @@ def run(searches: Sequence[Search], options: argparse.Namespace, deadline: float
         if options.device.startswith("cuda"):
             print(f"MPS: {works()}", flush=True)
 
-        def pending() -> list[Trial]:
+        def waiting() -> list[Trial]:
             due = {trial.key: trial for search in searches for trial in search.due(known)}
             bases = {
                 base.key: base
@@ -192,8 +223,15 @@ def run(searches: Sequence[Search], options: argparse.Namespace, deadline: float
             ready = [trial for trial in due.values() if needed_base(trial, cache) is None]
             first = [base for key, base in bases.items() if key not in due]
             ready.sort(key=lambda trial: not trial.is_base)
+            return [*first, *ready]
+
+        offered: set[str] = set()
+
+        def pending() -> list[Trial]:
             left = deadline - time.monotonic()
-            return [trial for trial in (*first, *ready) if durations.of(trial) < left]
+            found = [trial for trial in waiting() if durations.of(trial) < left]
+            offered.update(trial.key for trial in found)
+            return found
 
         def keep(record: Record) -> None:
             test = record.pop("test")
@@ -208,12 +246,10 @@ def run(searches: Sequence[Search], options: argparse.Namespace, deadline: float
 
         workers = Workers(cache, options.device, options.jobs, serve=serve)
         workers.work(pending, deadline, keep)
-    due = [trial for search in searches for trial in search.due(known)]
-    if due and (shortest := min(map(durations.of, due))) > 60.0 * options.minutes:
-        print(
-            f"the shortest trial that is left takes {shortest:.0f} s: raise --minutes", flush=True
-        )
-    return not due
+        if not offered and (left := waiting()):
+            shortest = min(map(durations.of, left))
+            print(f"the shortest trial that is left takes {shortest:.0f} s: raise --minutes")
+    return all(search.is_complete(known) for search in searches)
 
 
 def needed_base(trial: Trial, cache: Path) -> Trial | None:

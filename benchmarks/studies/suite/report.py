@@ -1,8 +1,8 @@
-"""Tables and a heat map of optimizers by task, on development data or, looked at once, test data.
+"""Tables and a heat map of optimizers by task, on development data or on test data.
 
-Peers are at the rate that development data chose, recipes at their own rate and, where all rates
-have been run, at the best of a grid. Every figure is a mean over seeds, but for long trainings,
-which have one.
+Test data are read only once. Peers are at the rate that development data chose, recipes at their
+own rate and, where all rates have been run, at the best of a grid. Every figure is a mean over
+seeds, but for long trainings, which have one.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ LABELS = {  # of peers, in the order of the heat map
     "came": "CAME",
     "lion": "Lion",
 }
+CAPTION = "Word errors (+ .25 %), or perplexity for text, divided by those of the best peer"
 DARK = 1.3  # logarithm from which on a cell needs light text
 RIVALS = {"quality": ADAMW, "fast": ADAMW, "lean": ["adafactor"]}
 
@@ -61,6 +62,19 @@ def report(
         out: The JSON file.
         picture: The SVG file.
     """
+    record = {
+        **circumstances(device),
+        "data": "development" if measured is known else "test",
+        "trained_on": sorted({each["machine"] for each in known.values() if "machine" in each}),
+        **tables(searches, known, measured),
+    }
+    write_json(out, record)
+    draw(record["rows"], record["data"], picture)
+    return record
+
+
+def tables(searches: Sequence[Search], known: Known, measured: Known) -> Record:
+    """The rows, with ratios to the best peer, and what follows from them."""
     rows = [row for search in searches for row in rows_of(search, known, measured)]
     best: dict[str, float] = {}
     for row in rows:
@@ -71,34 +85,46 @@ def report(
             row["ratio"] = round(
                 ratio(row["error"], best[row["task"]], is_speech=TASKS[row["task"]].is_speech), 4
             )
-    record = {
-        **circumstances(device),
-        "data": "development" if measured is known else "test",
-        "trained_on": sorted({each["machine"] for each in known.values() if "machine" in each}),
+    return {
         "rows": rows,
         "means": means(rows),
         "comparisons": comparisons(rows),
         "scale": scale(rows),
         "tenfold": tenfold(searches, known),
+        "missing": [line for search in searches for line in missing(search, known, measured)],
     }
-    write_json(out, record)
-    draw(rows, record["data"], picture)
-    return record
 
 
 def rows_of(search: Search, known: Known, measured: Known) -> list[Record]:
     """An optimizer on a task: at the best rate, and a recipe at its own rate, too."""
     if not search.tried(known):
         return []
-    chosen = {"best": search.best(known)}
+    chosen = {}
     if search.always is not None:
-        chosen = {"default": search.at(search.always)}
-        if search.is_complete(known):
-            chosen["best"] = search.best(known)
+        chosen["default"] = search.at(search.always)
+    if "best" in rates_of(search) and (search.always is None or search.is_complete(known)):
+        chosen["best"] = search.best(known)
     return [
         row
         for rate, trial in chosen.items()
         if (row := _row(search, trial, rate, known, measured)) is not None
+    ]
+
+
+def rates_of(search: Search) -> list[str]:
+    """The rates that a row is for."""
+    own = [] if search.always is None else ["default"]
+    has_grid = search.always is None or len(search.rates) > 1
+    return [*own, *(["best"] if has_grid else [])]
+
+
+def missing(search: Search, known: Known, measured: Known) -> list[Record]:
+    """The rows that cannot be made yet, and those whose search for the best rate goes on."""
+    found = {row["rate"]: row for row in rows_of(search, known, measured)}
+    return [
+        {"task": search.trial.task, "optimizer": search.name, "rate": rate, "row": rate in found}
+        for rate in rates_of(search)
+        if rate not in found or (rate == "best" and not search.is_complete(known))
     ]
 
 
@@ -177,24 +203,16 @@ def comparisons(rows: Sequence[Record]) -> list[Record]:
 def scale(rows: Sequence[Record]) -> list[Record]:
     """By width and length: the best rate by a recipe's own, and its error by that of AdamW."""
     found = []
-    for row in rows:
-        if row["family"] != "scale" or row["optimizer"] in ALL_PEERS or row["rate"] != "best":
+    for own in rows:
+        if own["family"] != "scale" or own["rate"] != "default":
             continue
-        task, is_speech = row["task"], TASKS[row["task"]].is_speech
-        own = next(
-            other
-            for other in rows
-            if (other["task"], other["optimizer"], other["rate"])
-            == (task, row["optimizer"], "default")
-        )
-        adamw = errors_of(rows, task, RIVALS["quality"], "best")
-        line = {
-            "task": task,
-            "optimizer": row["optimizer"],
-            "best_rate": row["lr"] / own["lr"],
-            "by_itself": round(ratio(own["error"], row["error"], is_speech=is_speech), 4),
-        }
-        if adamw:
+        task, name, is_speech = own["task"], own["optimizer"], TASKS[own["task"]].is_speech
+        line = {"task": task, "optimizer": name}
+        best = [row for row in rows if (row["task"], row["optimizer"]) == (task, name)]
+        for row in (row for row in best if row["rate"] == "best"):
+            line["best_rate"] = row["lr"] / own["lr"]
+            line["by_itself"] = round(ratio(own["error"], row["error"], is_speech=is_speech), 4)
+        if adamw := errors_of(rows, task, RIVALS["quality"], "best"):
             line["by_adamw"] = round(ratio(own["error"], min(adamw), is_speech=is_speech), 4)
         found.append(line)
     return found
@@ -238,7 +256,8 @@ def draw(rows: Sequence[Record], data: str, path: Path) -> None:
 
     shown = [row for row in rows if row["family"] != "scale" and "ratio" in row]
     shown = [row for row in shown if (row["rate"] == "default") == (row["optimizer"] in OURS)]
-    columns = sorted({row["optimizer"] for row in shown}, key=[*OURS, *LABELS].index)
+    found = dict.fromkeys(row["optimizer"] for row in shown)
+    columns = [name for name in dict.fromkeys((*OURS, *LABELS, *found)) if name in found]
     tasks = list(dict.fromkeys(row["task"] for row in shown))
     values = {(row["task"], row["optimizer"]): row["ratio"] for row in shown}
     grid = [[values.get((task, name), math.nan) for name in columns] for task in tasks]
@@ -253,14 +272,14 @@ def draw(rows: Sequence[Record], data: str, path: Path) -> None:
                 color = "white" if abs(logarithms[y][x]) > DARK else "black"
                 axes.text(x, y, text, ha="center", va="center", fontsize=7.5, color=color)
     axes.xaxis.tick_top()
-    labels = [LABELS.get(name, f"{name} (ours)") for name in columns]
+    labels = [f"{name} (ours)" if name in OURS else LABELS.get(name, name) for name in columns]
     axes.set_xticks(range(len(columns)), labels, rotation=40, ha="left", fontsize=8)
     axes.set_yticks(range(len(tasks)), tasks, fontsize=8)
     axes.tick_params(length=0)
     for side in axes.spines.values():
         side.set_visible(False)
     figure.text(
-        0.5, 0.02, f"Errors divided by those of the best peer, {data} data. Below 1 is better.",
+        0.5, 0.02, f"{CAPTION}, {data} data. Below 1 is better.",
         ha="center", fontsize=8,
     )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
