@@ -18,7 +18,7 @@ import torch
 import maxfactor
 from maxfactor.recipes import OWN, PUBLISHED
 from studies.suite.choice import choose, geometric_mean, ratio, scores
-from studies.suite.main import SCALE, SOME, parsed, searches_of
+from studies.suite.main import LONGEST_FIRST, SOME, parsed, searches_of
 from studies.suite.optimizers import MORE_PEERS, OURS, PEERS
 from studies.suite.report import rows_of
 from studies.suite.search import CHOOSING, Known, error_of, peer_search, read_records
@@ -383,7 +383,7 @@ def test_widths_and_lengths() -> None:
     """A line for each task, and which of our recipes are ahead of AdamW."""
     known, said = suite_trials(), page("results")
     ahead: dict[str, set[str]] = {name: set() for name in OURS}
-    for task in SCALE:
+    for task in LONGEST_FIRST:
         ours = {name: mean(reported(task, name)) for name in OURS}
         adamw = peer_search("adamw-98", task, Trial)
         assert len({trial.lr for trial in adamw.tried(known)}) >= 4
@@ -407,10 +407,12 @@ def test_widths_and_lengths() -> None:
         if task.startswith("length-32000"):
             tried = sorted(trial.lr for trial in adamw.tried(known))
             assert adamw.best(known).lr in (tried[0], tried[-1])  # as the page says
-    assert ahead["quality"] == set(SCALE)
-    wide, long = {"width-1024"}, {task for task in SCALE if TASKS[task].steps >= 8_000}
-    assert ahead["fast"] == set(SCALE) - wide - long
-    assert ahead["lean"] == {task for task in set(SCALE) - long if task.startswith("length")}
+    assert ahead["quality"] == set(LONGEST_FIRST)
+    wide, long = {"width-1024"}, {task for task in LONGEST_FIRST if TASKS[task].steps >= 8_000}
+    assert ahead["fast"] == set(LONGEST_FIRST) - wide - long
+    assert ahead["lean"] == {
+        task for task in set(LONGEST_FIRST) - long if task.startswith("length")
+    }
 
 
 def test_more_peers() -> None:

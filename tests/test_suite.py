@@ -21,7 +21,7 @@ from studies.suite.choice import choose, ratio, scores
 from studies.suite.optimizers import ALL_PEERS, MORE_PEERS, OURS, PEERS, make_optimizers
 from studies.suite.report import missing, report, rows_of, scale
 from studies.suite.search import Durations, Search, peer_search
-from studies.suite.tasks import FAMILIES, MAIN, TASKS
+from studies.suite.tasks import FAMILIES, MAIN, TASKS, UNSEEN, tasks_in
 from studies.suite.texts import python_source, split_of, words
 from studies.suite.training import perform
 from studies.suite.trials import Trial, base_trial
@@ -46,7 +46,7 @@ def test_there_are_ten_tasks_in_five_families() -> None:
     assert {TASKS[task].family for task in MAIN} | {"scale"} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("task", MAIN)
+@pytest.mark.parametrize("task", [*MAIN, *tasks_in(UNSEEN)])
 def test_every_task_trains(task: str, cache: Path) -> None:
     record, test = perform(Trial(task, "fast", 0.02, quick=True), cache, CPU)
     assert not record["is_nan"]
@@ -140,7 +140,7 @@ def test_long_trainings_have_one_seed() -> None:
 
 def test_the_best_rate_of_the_default_recipe_is_looked_for_at_every_scale() -> None:
     """Over a factor of 16, so that it may turn out to be far from the default."""
-    for task in suite.SCALE:
+    for task in suite.LONGEST_FIRST:
         own = own_search("quality", task, Trial)
         assert [rate / own.rates[0] for rate in own.rates] == [1.0, 2.0, 4.0, 8.0, 16.0]
         assert own.rates[2] == own.always
@@ -397,10 +397,50 @@ def test_all_of_it() -> None:
     found = [(each.name, each.trial.task) for each in searches]
     assert len(set(found)) == len(found)
     assert {(name, task) for name in PEERS for task in MAIN} < set(found)
-    assert {(name, task) for name in OURS for task in TASKS} < set(found)
+    assert {(name, task) for name in OURS for task in (*MAIN, *suite.LONGEST_FIRST)} < set(found)
     for name in MORE_PEERS:
         assert len({task for other, task in found if other == name}) >= 3
     assert ("adamw-98", "length-32000-constant") in found
+
+
+def test_unseen_tasks_choose_nothing() -> None:
+    """They are in no table of the others, and in a report of their own."""
+    unseen = tasks_in(UNSEEN)
+    for table in ("all", "choice", "choose", "preview", "report"):
+        assert not {s.trial.task for s in suite.searches_of(suite.parsed([table]))} & set(unseen)
+    assert all(variant_search("quality hidden wd .1", task, Trial) is None for task in unseen)
+    searches = suite.searches_of(suite.parsed(["all", "--tasks", UNSEEN]))
+    assert searches == suite.searches_of(suite.parsed(["report", "--tasks", UNSEEN]))
+    found = {(each.name, each.trial.task) for each in searches}
+    assert found == {(name, task) for name in (*OURS, *suite.FEWER_PEERS) for task in unseen}
+    assert all(each.seeds == (1, 2, 3) for each in searches)
+    assert len(tasks_in(UNSEEN)) >= 8
+
+
+def test_the_report_of_unseen_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of its own, by the machine that trained them alone."""
+    known = Errors()
+    searches = suite.searches_of(suite.parsed(["report", "--tasks", UNSEEN]))
+    for search in searches:
+        known.run(search, lambda trial: 1.0 + abs(trial.lr - 0.003))
+    for record in known.values():
+        record |= {"machine": "CPU", "trial": {"task": "gpt2"}, "wer": record["nats"]}
+    known["other"] = {"machine": "GPU", "trial": {"task": "llama"}}
+    monkeypatch.setattr(suite, "read_records", lambda _: known)
+    monkeypatch.setattr(suite, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(suite, "PICTURES", tmp_path / "pictures")
+    suite.main(["report", "--tasks", UNSEEN, "--out", str(tmp_path / "runs")])
+    found = json.loads((tmp_path / "results" / "suite_unseen_test.json").read_text())
+    assert found["trained_on"] == ["CPU"]
+    assert found["missing"] == []
+    groups = {each["group"]: each["tasks"] for each in found["means"]}
+    assert groups == {"speech": 1, "text": len(tasks_in(UNSEEN)) - 1, "all": len(tasks_in(UNSEEN))}
+    assert "recurrent" in (tmp_path / "pictures" / "suite_unseen.svg").read_text()
+
+
+def test_a_family_that_is_not_known() -> None:
+    with pytest.raises(SystemExit, match=r"unknown task 'vision'; .*, speech, .*, unseen"):
+        suite.searches_of(suite.parsed(["all", "--tasks", "vision"]))
 
 
 @pytest.mark.usefixtures("forked_workers")

@@ -54,7 +54,7 @@ class LlamaTask(LanguageTask):
         super().__init__(spec, trial, cache, device)
         torch.manual_seed(trial.seed)
         self.context, self.batch = self.size("context", 16), self.size("batch", 4)
-        self.model = self.with_base(llama(self.size("width", 16), self.size("layers", 1)))
+        self.model = self.with_base(self.new_model())
         if spec.options.get("lora"):
             names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
             self.model = adapted(self.model, names)
@@ -65,6 +65,10 @@ class LlamaTask(LanguageTask):
             len(self.text) - self.context, (self.steps, self.batch), generator=generator
         )
         self.starts = starts.to(device)
+
+    def new_model(self) -> Any:
+        """A model with random weights."""
+        return llama(self.size("width", 16), self.size("layers", 1))
 
     def text_of(self, split: Split, source: str | None = None) -> Tensor:
         """Bytes on the device."""
@@ -212,7 +216,7 @@ class PhonemeTask(LanguageTask):
             spelt = spelt[:40]
         spoken = espeak().phonemes(spelt, "gmw/en-US")
         pairs = zip(spelt, spoken, strict=True)
-        rows = [(_ids(word, 16), _ids(sound, 24)) for word, sound in pairs]
+        rows = [(ids_of(word, 16), ids_of(sound, 24)) for word, sound in pairs]
         return tuple(torch.tensor(column, device=self.device) for column in zip(*rows, strict=True))  # type: ignore[return-value]
 
     def loss(self, step: int, at: Tensor) -> Tensor:  # noqa: ARG002
@@ -238,7 +242,7 @@ class PhonemeTask(LanguageTask):
         }
 
 
-def _ids(text: str, length: int) -> list[int]:
+def ids_of(text: str, length: int) -> list[int]:
     """Characters as tokens 2 to 127, then the end, then padding."""
     ids = [2 + ord(letter) % 126 for letter in text][: length - 1]
     return [*ids, 1] + [0] * (length - len(ids) - 1)

@@ -7,9 +7,13 @@
     python benchmarks/studies/suite/main.py choose --out runs     # by families left out
     python benchmarks/studies/suite/main.py preview --out runs    # tables and picture of that
     python benchmarks/studies/suite/main.py report --out runs     # test data, looked at once
+    python benchmarks/studies/suite/main.py all --tasks unseen --out runs     # small, on a CPU
+    python benchmarks/studies/suite/main.py report --tasks unseen --out runs
 
 `all` is what `report` needs: `peers` and `ours` on all tasks, `more` peers on some, and `ours` and
 AdamW on models of several widths and in trainings of several lengths. These are tables, too.
+Families of tasks may be named as tasks are. The family `unseen` has small models of other kinds, on
+which nothing was chosen but the rates of peers. It has a report of its own.
 A variant that is named for `ours` is run with all seeds, for `choice` with one, or with --seeds.
 
 Errors on development data go to OUT/trials.jsonl and choose rates and settings. Errors on test data
@@ -47,7 +51,7 @@ from studies.suite.search import (
     seeds_of,
 )
 from studies.suite.show import print_rows
-from studies.suite.tasks import FAMILIES, MAIN, TASKS, base_path
+from studies.suite.tasks import FAMILIES, MAIN, SCALE, TASKS, UNSEEN, base_path, tasks_in
 from studies.suite.training import serve
 from studies.suite.trials import Trial, base_trial
 from studies.suite.variants import VARIANTS, own_search, variant_search
@@ -59,14 +63,14 @@ if TYPE_CHECKING:
     from studies.suite.search import Known
 
 TABLES = ("all", "peers", "more", "ours", "choice")
-PICTURE = RESULTS.parents[1] / "docs" / "pictures" / "suite.svg"
+PICTURES = RESULTS.parents[1] / "docs" / "pictures"
+FEWER_PEERS = ("adamw-98", "muon-matched", "soap", "adafactor")  # of the family `unseen`
 SOME = ("whisper-half", "llama", "german-few")  # tasks of `more`
-SCALE = tuple(  # the longest first, as nothing is known of a training that was cut off
-    sorted((name for name in TASKS if name not in MAIN), key=lambda name: -TASKS[name].steps)
-)
+# Nothing is known of a training that was cut off.
+LONGEST_FIRST = sorted(tasks_in(SCALE), key=lambda name: -TASKS[name].steps)
 PARTS = (  # of `all`, in the order in which they are run
-    ("ours", SCALE, None),
-    ("peers", SCALE, "adamw-98"),
+    ("ours", LONGEST_FIRST, None),
+    ("peers", LONGEST_FIRST, "adamw-98"),
     ("peers", MAIN, None),
     ("ours", MAIN, None),
     ("more", SOME, None),
@@ -95,14 +99,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def write_tables(searches: Sequence[Search], known: Known, options: argparse.Namespace) -> None:
     """Write the tables and the picture on development data, or on test data."""
     is_test = options.table == "report"
-    name = "test" if is_test else "development"
     if is_test:  # before test data are read
         refuse_unfinished(searches, known)
-    folder = options.results or (RESULTS if is_whole(options) else options.out)
-    in_documents = is_whole(options) and options.results is None
-    picture = options.picture or (PICTURE if in_documents else folder / f"suite_{name}.svg")
+    prefix = f"suite_{UNSEEN}" if options.tasks == UNSEEN else "suite"
+    name = f"{prefix}_test" if is_test else f"{prefix}_development"
+    is_shown = options.optimizers is None and options.tasks in (None, UNSEEN)  # in documents
+    folder = options.results or (RESULTS if is_shown else options.out)
+    picture = PICTURES / f"{prefix}.svg"
+    if options.picture or options.results or not is_shown:
+        picture = options.picture or folder / f"{name}.svg"
     measured = read_records(options.out / "test.jsonl") if is_test else known
-    out = folder / f"suite_{name}.json"
+    out = folder / f"{name}.json"
     found = report(searches, known, measured, options.device, out, picture)
     for line in found["means"]:
         print(json.dumps(line))
@@ -117,11 +124,6 @@ def refuse_unfinished(searches: Sequence[Search], known: Known) -> None:
     left = [f"{each.name} on {each.trial.task}" for each in peers if not each.is_complete(known)]
     if left:
         raise SystemExit(f"not read yet, as peers are not at their best: {', '.join(left)}")
-
-
-def is_whole(options: argparse.Namespace) -> bool:
-    """Whether all tasks and optimizers are asked for."""
-    return options.tasks is None and options.optimizers is None
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -150,17 +152,15 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def searches_of(options: argparse.Namespace) -> list[Search]:
     """The rows of a table on the tasks that were asked for."""
-    if is_whole(options) and options.table in ("all", "preview", "report"):
+    is_whole = options.tasks is None and options.optimizers is None
+    if is_whole and options.table in ("all", "preview", "report"):
         given = [
             {"table": table, "tasks": ",".join(tasks), "optimizers": names}
             for table, tasks, names in PARTS
         ]
         parts = [argparse.Namespace(**{**vars(options), **part}) for part in given]
         return [search for part in parts for search in searches_of(part)]
-    tasks = (options.tasks or ",".join(MAIN)).split(",")
-    for task in tasks:
-        if task not in TASKS:
-            raise SystemExit(f"unknown task {task!r}; known tasks: {', '.join(TASKS)}")
+    tasks = tasks_of((options.tasks or ",".join(MAIN)).split(","))
 
     def trial(task: str, optimizer: str, lr: float) -> Trial:
         return Trial(task, optimizer, lr, quick=options.quick)
@@ -176,6 +176,8 @@ def searches_of(options: argparse.Namespace) -> list[Search]:
         "preview": [*PEERS, *MORE_PEERS, *OURS],
         "report": [*PEERS, *MORE_PEERS, *OURS],
     }[options.table]
+    if options.tasks == UNSEEN and options.table in ("all", "show", "preview", "report"):
+        names = [*OURS, *FEWER_PEERS]
     if options.optimizers:
         names = options.optimizers.split(",")
     for name in names:
@@ -198,6 +200,18 @@ def searches_of(options: argparse.Namespace) -> list[Search]:
     return searches
 
 
+def tasks_of(names: Sequence[str]) -> list[str]:
+    """Names of tasks; those of a family stand for all of its tasks."""
+    found = []
+    for name in names:
+        own = [name] if name in TASKS else tasks_in(name)
+        if not own:
+            known = ", ".join((*TASKS, *dict.fromkeys(each.family for each in TASKS.values())))
+            raise SystemExit(f"unknown task {name!r}; known tasks and families: {known}")
+        found += own
+    return found
+
+
 def run(searches: Sequence[Search], options: argparse.Namespace, deadline: float) -> bool:
     """Run what is due until the deadline; return whether everything was done."""
     cache = options.cache or options.out / "cache"
@@ -207,8 +221,8 @@ def run(searches: Sequence[Search], options: argparse.Namespace, deadline: float
     known = {key: record for key, record in read_records(path).items() if key in tested}
     durations = Durations(known.values())
     with shared_gpu(options.device) as works:
-        if any(TASKS[search.trial.task].is_speech for search in searches):
-            speech_data.synthesise(cache, os.cpu_count() or 1, options.quick)
+        heard = set[str]().union(*(TASKS[search.trial.task].hears for search in searches))
+        speech_data.synthesise(cache, os.cpu_count() or 1, options.quick, sorted(heard))
         print(f"data: {time.monotonic() - deadline + 60 * options.minutes:.0f} s", flush=True)
         if options.device.startswith("cuda"):
             print(f"MPS: {works()}", flush=True)

@@ -16,7 +16,7 @@ from measurement import circumstances, write_json
 from studies.suite.choice import geometric_mean, ratio
 from studies.suite.optimizers import ALL_PEERS, OURS
 from studies.suite.search import error_of
-from studies.suite.tasks import TASKS
+from studies.suite.tasks import SCALE, TASKS
 from studies.suite.variants import TENFOLD
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ LABELS = {  # of peers, in the order of the heat map
 }
 CAPTION = "Word errors (+ .25 %), or perplexity for text, divided by those of the best peer"
 DARK = 1.3  # logarithm from which on a cell needs light text
+GROUPS = {"speech": True, "text": False, "all": None}  # text is whatever is measured in nats
 RIVALS = {"quality": ADAMW, "fast": ADAMW, "lean": ["adafactor"]}
 
 
@@ -62,10 +63,17 @@ def report(
         out: The JSON file.
         picture: The SVG file.
     """
+    tasks = {search.trial.task for search in searches}
     record = {
         **circumstances(device),
         "data": "development" if measured is known else "test",
-        "trained_on": sorted({each["machine"] for each in known.values() if "machine" in each}),
+        "trained_on": sorted(
+            {
+                each["machine"]
+                for each in known.values()
+                if "machine" in each and each["trial"]["task"] in tasks
+            }
+        ),
         **tables(searches, known, measured),
     }
     write_json(out, record)
@@ -153,17 +161,17 @@ def _row(search: Search, trial: Trial, rate: str, known: Known, measured: Known)
 
 
 def means(rows: Sequence[Record]) -> list[Record]:
-    """Geometric mean and worst task of each optimizer's ratio, over speech and over text."""
+    """Geometric mean and worst task of each optimizer's ratio: of speech, of text, of all."""
     found = []
     for name, rate in dict.fromkeys((row["optimizer"], row["rate"]) for row in rows):
-        for is_speech, group in ((True, "speech"), (False, "text")):
+        for group, is_speech in GROUPS.items():
             own = {
                 row["task"]: row["ratio"]
                 for row in rows
                 if (row["optimizer"], row["rate"]) == (name, rate)
-                and TASKS[row["task"]].is_speech == is_speech
+                and is_speech in (None, TASKS[row["task"]].is_speech)
                 and row.get("ratio", 0.0) > 0.0
-                and row["family"] != "scale"
+                and row["family"] != SCALE
             }
             if own:
                 found.append({"optimizer": name, "rate": rate, "group": group, **summary(own)})
@@ -186,13 +194,13 @@ def comparisons(rows: Sequence[Record]) -> list[Record]:
     found = []
     for name, others in RIVALS.items():
         for rival in ([name], others):
-            for group, tasks in (("speech", True), ("text", False), ("all", None)):
+            for group, in_group in GROUPS.items():
                 by_task = {}
-                for task in dict.fromkeys(row["task"] for row in rows if row["family"] != "scale"):
+                for task in dict.fromkeys(row["task"] for row in rows if row["family"] != SCALE):
                     is_speech = TASKS[task].is_speech
                     own = errors_of(rows, task, [name], "default")
                     best = errors_of(rows, task, rival, "best")
-                    if own and best and tasks in (None, is_speech):
+                    if own and best and in_group in (None, is_speech):
                         by_task[task] = ratio(own[0], min(best), is_speech=is_speech)
                 if by_task:
                     by = "itself" if rival == [name] else " or ".join(rival)
@@ -204,7 +212,7 @@ def scale(rows: Sequence[Record]) -> list[Record]:
     """By width and length: the best rate by a recipe's own, and its error by that of AdamW."""
     found = []
     for own in rows:
-        if own["family"] != "scale" or own["rate"] != "default":
+        if own["family"] != SCALE or own["rate"] != "default":
             continue
         task, name, is_speech = own["task"], own["optimizer"], TASKS[own["task"]].is_speech
         line = {"task": task, "optimizer": name}
@@ -254,7 +262,7 @@ def draw(rows: Sequence[Record], data: str, path: Path) -> None:
     mpl.rcParams["svg.hashsalt"] = "suite"  # the same picture has the same bytes
     import matplotlib.pyplot as plt
 
-    shown = [row for row in rows if row["family"] != "scale" and "ratio" in row]
+    shown = [row for row in rows if row["family"] != SCALE and "ratio" in row]
     shown = [row for row in shown if (row["rate"] == "default") == (row["optimizer"] in OURS)]
     found = dict.fromkeys(row["optimizer"] for row in shown)
     columns = [name for name in dict.fromkeys((*OURS, *LABELS, *found)) if name in found]

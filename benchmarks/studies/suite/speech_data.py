@@ -20,6 +20,7 @@ from studies.speech_task import espeak, mapped, save_atomically
 from studies.suite.texts import Split, split_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -64,10 +65,10 @@ def texts_of(name: str, split: Split, count: int) -> list[str]:
     return found[:count]
 
 
-def synthesise(cache: Path, workers: int, quick: bool) -> None:
-    """Speak all sets that are not in the cache yet."""
+def synthesise(cache: Path, workers: int, quick: bool, names: Iterable[str] = SETS) -> None:
+    """Speak the sets that are not in the cache yet: all, or those named."""
     cache.mkdir(parents=True, exist_ok=True)
-    keys = [(name, split) for name in SETS for split in COUNTS]
+    keys = [(name, split) for name in names for split in COUNTS]
     missing = [key for key in keys if not path_of(cache, *key, quick).exists()]
     chunks = []
     for name, split in missing:

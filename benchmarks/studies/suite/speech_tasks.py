@@ -211,6 +211,38 @@ class CtcTask(SpeechTask):
         return [as_text(row) for row in best.masked_fill(~is_new, BLANK).tolist()]
 
 
+class RecurrentTask(CtcTask):
+    """Convolutions, then a GRU in both directions, as in Deep Speech 2, with CTC."""
+
+    def new_model(self) -> Any:
+        """A quarter of the frames."""
+        return Recurrent(self.size("width", 16))
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        """From features."""
+        scores: Tensor = self.model(inputs)
+        return scores
+
+
+class Recurrent(nn.Module):
+    """Two convolutions and two layers of a GRU."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        sizes = ((80, width), (width, width))
+        self.convs = nn.ModuleList(nn.Conv1d(a, b, 5, 2, padding=2) for a, b in sizes)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(width) for _ in sizes)
+        self.gru = nn.GRU(width, width, 2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(2 * width, len(ALPHABET) + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, frames, letters)."""
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = norm(conv(x)).relu()
+        scores: Tensor = self.head(self.gru(x.mT)[0])
+        return scores
+
+
 class ConformerTask(CtcTask):
     """A FastConformer (Parakeet) with CTC."""
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from studies.suite.trials import Trial
 
 LORA = "lora"  # the option with the rank of the adapters
+SCALE = "scale"  # the family of one task in several widths and lengths
+UNSEEN = "unseen"  # the family of tasks on which nothing is chosen
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,13 @@ class Spec:
         """Whether errors are counted in words; else in nats."""
         return self.kind.startswith("speech_tasks")
 
+    @property
+    def hears(self) -> set[str]:
+        """The sets of speech that it needs: its own, and that of the model it begins with."""
+        own = {self.options["speech"]} if "speech" in self.options else set[str]()
+        needs_english = self.is_speech and (self.base is not None or not own)
+        return own | ({"english"} if needs_english else set())
+
 
 WHISPER = {"width": 192, "layers": 2, "batch": 48}
 LLAMA = {"width": 192, "layers": 3, "context": 256, "batch": 32}
@@ -54,6 +63,8 @@ BERT = {"width": 192, "layers": 3, "context": 128, "batch": 32}
 SMALL_LLAMA = {"width": 128, "layers": 2, "context": 128, "batch": 16}
 GERMAN = {**WHISPER, "speech": "german", "batch": 32}
 CPP = {**LLAMA, "source": "cpp"}
+DIGITS = {"speech": "digits", "utterances": 2_000, "batch": 16}
+BYTES = {"width": 96, "context": 96, "batch": 12}
 WIDTHS = (128, 256, 512, 1024)
 LENGTHS = (500, 2_000, 8_000, 32_000)
 
@@ -83,7 +94,7 @@ TASKS: dict[str, Spec] = {
     "lora-cpp": Spec("lora", "language_tasks.LlamaTask", 200, {**CPP, LORA: 8}, "llama"),
     **{
         f"width-{width}": Spec(
-            "scale",
+            SCALE,
             "language_tasks.LlamaTask",
             500,
             {**SMALL_LLAMA, "width": width, "layers": 4, "batch": 32},
@@ -93,15 +104,33 @@ TASKS: dict[str, Spec] = {
     },
     **{
         f"length-{steps}-{schedule}": Spec(
-            "scale", "language_tasks.LlamaTask", steps, SMALL_LLAMA, schedule=schedule
+            SCALE, "language_tasks.LlamaTask", steps, SMALL_LLAMA, schedule=schedule
         )
         for steps in LENGTHS
         for schedule in ("cosine", "constant")
     },
+    "gpt2": Spec(UNSEEN, "unseen_tasks.BytesTask", 800, {**BYTES, "model": "gpt2"}),
+    "mixtral": Spec(UNSEEN, "unseen_tasks.BytesTask", 500, {**BYTES, "model": "mixtral"}),
+    "mamba": Spec(UNSEEN, "unseen_tasks.BytesTask", 200, {**BYTES, "model": "mamba"}),
+    "lstm": Spec(UNSEEN, "unseen_tasks.BytesTask", 1_000, {**BYTES, "model": "lstm"}),
+    "vit": Spec(
+        UNSEEN, "unseen_tasks.LettersTask", 2_000, {"model": "vit", "width": 64, "batch": 32}
+    ),
+    "resnet": Spec(
+        UNSEEN, "unseen_tasks.LettersTask", 800, {"model": "resnet", "width": 16, "batch": 32}
+    ),
+    "keyword": Spec(UNSEEN, "unseen_tasks.KeywordTask", 1_500, {**DIGITS, "width": 64}),
+    "matching": Spec(UNSEEN, "unseen_tasks.MatchingTask", 600, {"width": 64, "batch": 64}),
+    "recurrent": Spec(UNSEEN, "speech_tasks.RecurrentTask", 400, {**DIGITS, "width": 96}),
 }
-MAIN = tuple(name for name, spec in TASKS.items() if spec.family != "scale")
-FAMILIES = tuple(dict.fromkeys(spec.family for spec in TASKS.values()))
+MAIN = tuple(name for name, spec in TASKS.items() if spec.family not in (SCALE, UNSEEN))
+FAMILIES = tuple(dict.fromkeys(spec.family for spec in TASKS.values() if spec.family != UNSEEN))
 QUICK_STEPS = 4
+
+
+def tasks_in(family: str) -> list[str]:
+    """The names of a family's tasks."""
+    return [name for name, spec in TASKS.items() if spec.family == family]
 
 
 class Task:

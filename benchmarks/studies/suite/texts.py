@@ -51,6 +51,13 @@ def python_source(split: Split) -> bytes:
 
 
 @functools.cache
+def docstrings(split: Split) -> bytes:
+    """English prose: the docstrings of the standard library, each once."""
+    found = dict.fromkeys(text for text in _docstrings() if split_of(text) == split)
+    return "\n\n".join(found).encode()
+
+
+@functools.cache
 def cpp_source(split: Split) -> bytes:
     """The C++ headers of torch, by files."""
     root = Path(torch.__file__).parent / "include" / "ATen"

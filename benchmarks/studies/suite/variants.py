@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from maxfactor.recipes import OWN
 from studies.suite.search import Search, seeds_of
-from studies.suite.tasks import FAMILIES, TASKS
+from studies.suite.tasks import FAMILIES, SCALE, TASKS, UNSEEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,7 +126,7 @@ def own_search(name: str, task: str, trial: Callable[..., Trial]) -> Search:
     """A recipe at its own rate with all seeds, and over a grid of rates."""
     own = own_rate(name)
     grid: tuple[float, ...] = (*GRID, TENFOLD)
-    if TASKS[task].family == "scale":  # how far the best rate is off, of the default recipe alone
+    if TASKS[task].family in (SCALE, UNSEEN):  # the best rate of the default recipe alone
         grid = GRID if name == "quality" else (1.0,)
     rates = tuple(float(f"{own * factor:.4g}") for factor in grid)
     made = trial(task, name, own)
