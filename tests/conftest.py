@@ -47,6 +47,7 @@ MISSING = [name for name in ("jiwer", "soundfile", "typer") if find_spec(name) i
 # expected, once for its tests. Those that share such a start go to one worker, under one name.
 ON_ONE_WORKER = {
     "test_backends.py": "backends",
+    "test_compiled.py": "compiled",
     "test_collectives.py": "four ranks",
     "test_fused_sharded.py": "four ranks",
     "test_sharded.py": "four ranks",

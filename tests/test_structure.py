@@ -48,10 +48,12 @@ TRAINERS = {
 
 @by_module
 def test_only_torch_is_needed(path: Path) -> None:
-    """And Triton, under backends/triton alone; and the trainer that an integration is for."""
+    """Triton and Numba only where kernels are compiled; the trainer that an integration is for."""
     known = {"torch", "maxfactor", *sys.stdlib_module_names}
     if "maxfactor.backends.triton" in name_of(path):
         known |= {"triton"}
+    if "maxfactor.backends.torch.compiled" in name_of(path):
+        known |= {"llvmlite", "numba", "numpy"}
     known |= TRAINERS.get(name_of(path), set())
     assert {module.split(".")[0] for module in imported_modules(path)} <= known
 

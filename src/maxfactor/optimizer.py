@@ -224,14 +224,32 @@ class FactoredOptimizer(Optimizer):
     ) -> None:
         """Take a step of some inputs; plan it first if it is a fused one."""
         self._add_states(inputs)
-        if backend == "torch":
-            record = runner.run_torch(inputs, self._execution, records=self._records)
+        if backend != "triton":
+            is_compiled = backend == "compiled"
+            if is_compiled and not self._unscale(inputs):
+                return
+            record = runner.run_torch(
+                inputs, self._execution, compiled=is_compiled, records=self._records
+            )
             if self._recording is not None:
                 self._recording.add(record)
             return
         groups = self.group_steps()
         runner.plan(inputs, flat, groups, _idle(groups, members, inputs))
         self._launch(runner, groups)
+
+    def _unscale(self, inputs: list[StepInput]) -> bool:
+        """Divide gradients by the scale of a GradScaler; return whether it found no overflow.
+
+        It leaves that to optimizers with fused=True. The user's gradients are not changed.
+        """
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found is not None and found.item():  # reading is free on the CPU
+            return False
+        if scale is not None:
+            for each in inputs:
+                each.grad = each.grad / scale
+        return True
 
     def _rehearse(self, inputs: list[StepInput]) -> bool:
         """Only initialize the state if this is the first step of torch.distributed.checkpoint."""

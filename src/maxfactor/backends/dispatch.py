@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from maxfactor.backends.step_io import StepInput
     from maxfactor.settings import Execution
 
-Backend = Literal["torch", "triton"]
+Backend = Literal["torch", "compiled", "triton"]
 
 OLDEST_TRITON = (3, 3)  # tuples as arguments of kernels
+OLDEST_NUMBA = (0, 60)  # the first one for NumPy 2
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -37,6 +38,10 @@ def choose(inputs: Sequence[StepInput], execution: Execution) -> Backend:
         _check_devices(inputs)
     if execution.fused is False or execution.foreach:
         return _torch(execution, None)
+    if execution.fused and not has_shards and not is_interpreted() and is_on_cpu(inputs):
+        if obstacle := compiled_obstacle(inputs):
+            raise RuntimeError(f"fused=True cannot be honoured: {obstacle}")
+        return "compiled"
     # With sharded parameters all ranks must choose the same backend.
     obstacle = triton_obstacle(inputs) or (shard_obstacle(inputs) if has_shards else None)
     if obstacle is None and (execution.fused or inputs[0].param.is_cuda):
@@ -95,14 +100,56 @@ def is_scattered(each: StepInput) -> bool:
     return False
 
 
+def is_on_cpu(inputs: Sequence[StepInput]) -> bool:
+    """Whether all parameters are on a CPU."""
+    return all(each.param.device.type == "cpu" for each in inputs)
+
+
+def compiled_obstacle(inputs: Sequence[StepInput]) -> str | None:
+    """Why the passes compiled for a CPU cannot run, with the remedy; None if they can."""
+    if importlib.util.find_spec("numba") is None:
+        return (
+            "on a CPU it needs Numba, which is not installed; install it with "
+            "`pip install 'numba>=0.60'`, move the model to CUDA, or set fused=False"
+        )
+    if version_of("numba") < OLDEST_NUMBA:
+        return (
+            f"Numba {version_text(version_of('numba'))} is older than "
+            f"{version_text(OLDEST_NUMBA)}; update it or set fused=False"
+        )
+    for each in inputs:
+        rule = each.rule
+        for tensor in (each.param, each.grad):
+            if tensor.dtype != torch.float32:
+                return (
+                    f"parameter {each.name!r} or its gradient is {tensor.dtype}, and on a CPU only "
+                    "float32 is supported; use float32 or set fused=False"
+                )
+        if not rule.has_momentum or rule.is_orthogonal or each.param.dim() < 2:
+            continue
+        if rule.momentum_dtype != "int8" or rule.bands > 1:
+            return (
+                f"the momentum of parameter {each.name!r} is {rule.momentum_dtype} in "
+                f"{max(1, rule.bands)} bands, and on a CPU only int8 in one band is supported; set "
+                "momentum_dtype='int8' and bands=1, or fused=False"
+            )
+        if rule.divides_by_peak or rule.needs_norm:
+            return (
+                f"parameter {each.name!r} has a momentum, and on a CPU that is supported only "
+                "without maxima and norms; set direction='factored', d=math.inf and "
+                "clip_threshold=0, or fused=False"
+            )
+    return None
+
+
 def triton_obstacle(inputs: Sequence[StepInput]) -> str | None:
     """Why the Triton kernels cannot run, with the remedy; None if they can."""
     if not has_triton():
         return "Triton is not installed; install it with `pip install triton` or set fused=False"
-    if triton_version() < OLDEST_TRITON:
+    if version_of("triton") < OLDEST_TRITON:
         return (
-            f"Triton {'.'.join(map(str, triton_version()))} is older than "
-            f"{'.'.join(map(str, OLDEST_TRITON))}; install a newer torch or set fused=False"
+            f"Triton {version_text(version_of('triton'))} is older than "
+            f"{version_text(OLDEST_TRITON)}; install a newer torch or set fused=False"
         )
     first = inputs[0].param.device
     for each in inputs:
@@ -146,11 +193,16 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-@lru_cache(maxsize=1)
-def triton_version() -> tuple[int, int]:
-    """The installed version of Triton, (major, minor)."""
-    major, minor = importlib.metadata.version("triton").split(".")[:2]
+@lru_cache(maxsize=2)
+def version_of(package: str) -> tuple[int, int]:
+    """The installed version of a package, (major, minor)."""
+    major, minor = importlib.metadata.version(package).split(".")[:2]
     return int(major), int(minor)
+
+
+def version_text(version: tuple[int, int]) -> str:
+    """A version as it is written."""
+    return ".".join(map(str, version))
 
 
 def is_interpreted() -> bool:

@@ -53,11 +53,18 @@ class Runner:
         self.fused = make_step(inputs, flat, groups, self.fused, idle, self._sharing)
 
     def run_torch(
-        self, inputs: Sequence[StepInput], execution: Execution, *, records: bool = False
+        self,
+        inputs: Sequence[StepInput],
+        execution: Execution,
+        *,
+        compiled: bool = False,
+        records: bool = False,
     ) -> StepRecord | None:
         """Take a step by the torch backend, with the guard on the host; return its record."""
         check, foreach = execution.nonfinite != "ignore", bool(execution.foreach)
-        result = torch_step(inputs, check=check, foreach=foreach, records=records)
+        result = torch_step(
+            inputs, check=check, foreach=foreach, compiled=compiled, records=records
+        )
         if result.bad is not None:
             self._guard.failed(result.bad, execution.nonfinite)
         else:

@@ -154,6 +154,26 @@ class Batch:
 
     def _sums(self) -> list[Reduction]:
         """Sums of G^2, for factored matrices also by row and by column, and of the old moments."""
+        row_sum, col_sum = self._squares_by_row_and_column()
+        # Over the whole tensor, also with factor="last".
+        total = row_sum.sum(dim=self.tensor_dims, keepdim=True).reshape(-1, 1, 1)
+        found = [Reduction(total, self.everywhere)]
+        if self.rule.dense:
+            if self.rule.needs_mean:
+                before = self._state("variance", self.shape).sum(dim=(-2, -1), keepdim=True)
+                found.append(Reduction(before, self.everywhere))
+            return found
+        found += [Reduction(row_sum, self.along_rows), Reduction(col_sum, self.along_columns)]
+        if self.rule.needs_mean:
+            # Without the groups that shard the batch dimension.
+            within = [*self.along_columns, *self.along_rows]
+            before = self._state("row_var", self._rows).sum(dim=-2, keepdim=True)
+            found.append(Reduction(before, self.along_columns))
+            found.append(Reduction(row_sum.sum(dim=-2, keepdim=True), within))
+        return found
+
+    def _squares_by_row_and_column(self) -> tuple[Tensor, Tensor]:
+        """Sums of G^2 by row, (k, m, 1), and by column, (k, 1, n); zeros of a dense v."""
         row_norm = self._new_column()
         squares: Tensor | None = None  # summed over blocks: row i of it sums row i of every block
         for rows, g in self._gradient_blocks():
@@ -164,27 +184,9 @@ class Batch:
                 squares = torch.mul(g, g, out=self.scratch(0, g))
             else:
                 squares[:, : g.shape[1]].addcmul_(g, g)
-        row_sum = row_norm.square_()
-        # Over the whole tensor, also with factor="last".
-        total = row_sum.sum(dim=self.tensor_dims, keepdim=True).reshape(-1, 1, 1)
-        found = [Reduction(total, self.everywhere)]
-        if self.rule.dense:
-            if self.rule.needs_mean:
-                before = self._state("variance", self.shape).sum(dim=(-2, -1), keepdim=True)
-                found.append(Reduction(before, self.everywhere))
-            return found
-        k, _, n = self.shape
-        col_sum = row_sum.new_zeros(k, 1, n)
-        if squares is not None:
-            col_sum = squares.sum(dim=-2, keepdim=True)
-        found += [Reduction(row_sum, self.along_rows), Reduction(col_sum, self.along_columns)]
-        if self.rule.needs_mean:
-            # Without the groups that shard the batch dimension.
-            within = [*self.along_columns, *self.along_rows]
-            before = self._state("row_var", self._rows).sum(dim=-2, keepdim=True)
-            found.append(Reduction(before, self.along_columns))
-            found.append(Reduction(row_sum.sum(dim=-2, keepdim=True), within))
-        return found
+        if squares is None:
+            return row_norm.square_(), row_norm.new_zeros(self._cols)
+        return row_norm.square_(), squares.sum(dim=-2, keepdim=True)
 
     def _weight_squares(self) -> Tensor:
         """The sum of W^2 of each tensor in parts, (k, 1, 1, 3); zeros if unused.
@@ -317,7 +319,7 @@ class Batch:
         answers = yield [*asked.values(), *update.reductions()]
         got = dict(zip(asked, answers, strict=False))
         update.finish(answers[len(asked) :])
-        coef: Tensor | Scalar = 1.0 if rule.has_momentum else variance.row_factor()
+        coef: Tensor | Scalar = 1.0 if rule.has_momentum else self._row_factor(variance)
         scale, power = self._update_scale(got), None
         if rule.divides_by_peak and not (rule.moves_by_sign or rule.has_momentum):
             # 1 / max|U| times alpha may underflow, so a power of two of it multiplies U itself.
@@ -329,6 +331,16 @@ class Batch:
         if isinstance(coef, Tensor):
             # For a zero gradient and a zero floor coef is inf, and 0 * inf is NaN.
             coef = coef.clamp(-FLOAT32_MAX, FLOAT32_MAX)
+        self._apply(update, coef, power, keep)
+
+    def _row_factor(self, variance: Variance) -> Tensor | float:
+        """The factor of 1 / sqrt(V) that the last pass leaves out."""
+        return variance.row_factor()
+
+    def _apply(
+        self, update: Update, coef: Tensor | Scalar, power: Tensor | None, keep: Scalar
+    ) -> None:
+        """The last pass: W <- keep * W - coef * U / power, or with the sign of U."""
         by_row = isinstance(coef, Tensor) and coef.dim() == 3 and coef.shape[1] > 1
         for rows, g in self._gradient_blocks():
             own = coef[:, rows] if by_row else coef  # type: ignore[index]  # a tensor then
@@ -523,7 +535,6 @@ class Update:
         self.factor = factor * batch._uphill  # with maximize, M averages -G
         if self.rule.has_momentum:
             self.memory = memory_of(self.rule, batch.t, batch.shape[2], self._band_sums())
-            self._load_momentum()
         if batch.record is not None:
             batch.record.add_clip(reference.input_clip(total / batch.count, mean, self.rule))
             if self.memory is not None and self.memory.band_beta is not None:
@@ -535,13 +546,19 @@ class Update:
             return None
         return torch.stack([state["band_sums"] for state in states])
 
-    def _load_momentum(self) -> None:
-        k, m, n = self.batch.shape
-        self.codes = self.batch._state("momentum", (k, m, n))
-        self.scales: Tensor | None = None
-        if "momentum_scale" in self.batch.states[0]:
-            blocks = self.batch.states[0]["momentum_scale"].numel() // max(m, 1)
-            self.scales = self.batch._state("momentum_scale", (k, m, blocks))
+    @cached_property
+    def codes(self) -> Tensor:
+        """The momentum as it is stored, (k, m, n)."""
+        return self.batch._state("momentum", self.batch.shape)
+
+    @cached_property
+    def scales(self) -> Tensor | None:
+        """The scales of an int8 momentum, (k, m, blocks)."""
+        k, m, _ = self.batch.shape
+        if "momentum_scale" not in self.batch.states[0]:
+            return None
+        blocks = self.batch.states[0]["momentum_scale"].numel() // max(m, 1)
+        return self.batch._state("momentum_scale", (k, m, blocks))
 
     def first_pass(self, rows: slice, g: Tensor) -> Tensor:
         """U or y of a block; updates M if there is momentum."""

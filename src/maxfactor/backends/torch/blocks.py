@@ -64,9 +64,9 @@ class FactoredVariance:
     ) -> None:
         self.floor, self.by_roots = floor, may_overflow
         self.is_separable = may_read and smallest_product(row, col) >= floor
-        has_roots = self.is_separable or self.by_roots
-        self.row = row.rsqrt() if has_roots else row
-        self.col = col.rsqrt() if has_roots else col
+        self.has_roots = self.is_separable or self.by_roots
+        self.row = row.rsqrt() if self.has_roots else row
+        self.col = col.rsqrt() if self.has_roots else col
 
     def normalize(self, g: Tensor, rows: slice, out: Tensor) -> Tensor:
         """Write G / sqrt(V) without `row_factor` to `out`, for some rows. `out` may be `g`."""
@@ -82,6 +82,10 @@ class FactoredVariance:
     def row_factor(self) -> Tensor | float:
         """The factor that `normalize` leaves out: (k, m, 1), or 1."""
         return self.row if self.is_separable else 1.0
+
+    def roots(self) -> tuple[Tensor, Tensor]:
+        """1 / sqrt of both factors of V without its floor, (k, m, 1) and (k, 1, n)."""
+        return (self.row, self.col) if self.has_roots else (self.row.rsqrt(), self.col.rsqrt())
 
     def is_touched(self, rows: slice) -> Tensor | None:
         """Mask of R C > 0: rows and columns that ever had a gradient; None for all entries."""

@@ -38,7 +38,12 @@ ROUNDS = 3
 
 
 def step(
-    inputs: Sequence[StepInput], *, check: bool, foreach: bool, records: bool = False
+    inputs: Sequence[StepInput],
+    *,
+    check: bool,
+    foreach: bool = False,
+    compiled: bool = False,
+    records: bool = False,
 ) -> StepResult:
     """Take one step for each parameter; with `check`, skip all if a gradient is not finite.
 
@@ -46,13 +51,15 @@ def step(
         inputs: The parameters. They and their states are updated in place.
         check: Whether to check that all gradients are finite, before anything is written.
         foreach: Whether to batch all tensors of one shape, not only those of `is_batched`.
+        compiled: Whether passes over matrices are compiled; not in a step that is measured.
         records: Whether to measure the step; not for sharded parameters.
     """
     groups = process_groups(each.param for each in inputs)
     grads = [each.grad for each in inputs]
     if any(is_sharded(each.param) for each in inputs):
         grads = local_gradients(inputs)
-    batches = sort_into_batches(inputs, grads, foreach=foreach, shared=not groups)
+    is_compiled = compiled_matrices(inputs) if compiled and not records else set[int]()
+    batches = sort_into_batches(inputs, grads, is_compiled, foreach=foreach, shared=not groups)
     if groups:
         result = run_on_all(list(batches), inputs, groups, check=check)
     elif records:
@@ -78,8 +85,20 @@ def run_recorded(measured: list[Batch], inputs: Sequence[StepInput], *, check: b
 # ------------------------------------------------------------------------------------- batches
 
 
+def compiled_matrices(inputs: Sequence[StepInput]) -> set[int]:
+    """The indices of the inputs whose passes are compiled. Imported here, as it needs Numba."""
+    from maxfactor.backends.torch.compiled.batch import is_compiled
+
+    return {index for index, each in enumerate(inputs) if is_compiled(each)}
+
+
 def sort_into_batches(
-    inputs: Sequence[StepInput], grads: Sequence[Tensor], *, foreach: bool, shared: bool
+    inputs: Sequence[StepInput],
+    grads: Sequence[Tensor],
+    is_compiled: set[int],
+    *,
+    foreach: bool,
+    shared: bool,
 ) -> Iterator[Batch]:
     """Sort parameters into batches of one shape, which share scratch buffers if `shared`."""
     scratch = Scratch()
@@ -93,11 +112,19 @@ def sort_into_batches(
             each.param.device,
         )  # fmt: skip
         is_alone = is_sharded(each.param) or is_batch_of_matrices(each)
-        if is_alone or not (foreach or is_batched(each)):
+        if index in is_compiled:
+            key = ("compiled", *key)
+        elif is_alone or not (foreach or is_batched(each)):
             key = (index,)
         when = "device" if isinstance(count, Tensor) else count
         alike.setdefault((when, key), []).append(index)
     for (count, _), indices in alike.items():
+        if indices[0] in is_compiled:
+            from maxfactor.backends.torch.compiled.batch import CompiledBatch
+
+            members = [inputs[i] for i in indices]
+            yield CompiledBatch(members, [grads[i] for i in indices], count + 1, scratch)
+            continue
         block = block_size(inputs[indices[0]].param.device, foreach=foreach)
         for chunk in chunks(indices, block // inputs[indices[0]].param.numel()):
             members = [inputs[i] for i in chunk]

@@ -1,0 +1,1 @@
+"""Passes over float32 matrices on a CPU, compiled by Numba, which is an extra: `maxfactor[cpu]`."""

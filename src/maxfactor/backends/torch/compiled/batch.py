@@ -1,0 +1,213 @@
+"""A batch whose passes over G, W and M are compiled; the equations are those of `Batch`.
+
+The matrices of a batch stay where they are: compiled passes get their addresses. So large matrices
+of one shape are one batch, too, without copies.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property, lru_cache
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from maxfactor.backends.torch.batch import Batch, Update
+from maxfactor.backends.torch.blocks import FactoredVariance
+from maxfactor.backends.torch.compiled import passes
+from maxfactor.distributed.reductions import Reduction
+from maxfactor.rule import squares
+from maxfactor.state import factoring
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+    from maxfactor.backends.step_io import StepInput
+    from maxfactor.backends.torch.batch import Variance
+    from maxfactor.backends.torch.blocks import Scratch
+    from maxfactor.rule.reference import Scalar
+
+UNIT = 1 << 16  # elements of a unit of work: G and W of it fit into a core's cache
+ONE_AT_A_TIME = Lock()  # one of Numba's kinds of threads does not bear two callers
+
+
+def is_compiled(each: StepInput) -> bool:
+    """Whether the passes are for this tensor; others are stepped by torch operations."""
+    rule, layout = each.rule, factoring(tuple(each.param.shape), each.rule.factor)
+    if layout is None or len(layout.matrix) > 2 or rule.dense or rule.boost is not None:
+        return False
+    if rule.is_orthogonal or (rule.divides_by_peak and not rule.moves_by_sign):
+        return False
+    return each.param.is_contiguous() and each.param.numel() > 0
+
+
+class CompiledBatch(Batch):
+    """float32 matrices of one shape on a CPU, in one process."""
+
+    def __init__(
+        self, inputs: Sequence[StepInput], grads: Sequence[Tensor], t: Scalar, scratch: Scratch
+    ) -> None:
+        whole = [grad.contiguous() for grad in grads]
+        super().__init__(inputs, whole, t, math.prod(inputs[0].param.shape), scratch)
+        self.units = units_of(*self.shape)
+
+    def _run(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Run a pass over all units in as many threads as torch uses for its operations."""
+        with ONE_AT_A_TIME:
+            threads, before = torch.get_num_threads(), numba.get_num_threads()
+            most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+            numba.set_num_threads(min(threads, most))
+            try:
+                function(self.units, *arguments)
+            finally:
+                numba.set_num_threads(before)
+                if torch.get_num_threads() != threads:  # both may use one library for threads
+                    torch.set_num_threads(threads)
+
+    @cached_property
+    def _g_at(self) -> Any:
+        return addresses(self.grads)
+
+    @cached_property
+    def _w_at(self) -> Any:
+        return addresses(self.params)
+
+    def _squares_by_row_and_column(self) -> tuple[Tensor, Tensor]:
+        k, m, n = self.shape
+        by_row = torch.empty(k, m, 1)
+        by_column = torch.empty(len(self.units), n)
+        self._run(passes.gradient_squares, self._g_at, n, by_row.numpy()[..., 0], by_column.numpy())
+        return by_row, by_column.view(k, -1, n).sum(dim=1, keepdim=True)
+
+    def _weight_squares(self) -> Tensor:
+        if self._keeps_to_first:
+            return super()._weight_squares()
+        found = torch.empty(len(self.units), dtype=torch.float64)
+        self._run(passes.weight_squares, self._w_at, self.shape[2], found.numpy())
+        parts = self._usual_parts(found)
+        return super()._weight_squares() if parts is None else parts
+
+    def _usual_parts(self, sums: Tensor) -> Tensor | None:
+        """Sums of squares by unit as the parts of each matrix, (k, 1, 1, 3).
+
+        None if squares in float32 may have overflowed, or have lost digits that count.
+        """
+        total = sums.view(self.shape[0], 1, 1, -1).sum(dim=-1)
+        low, high = torch.aminmax(total)
+        # .item() is free on the CPU.
+        if not squares.LOW**2 <= low.item() <= high.item() <= squares.HIGH**2:
+            return None
+        return squares.usual_parts(total.to(torch.float32))
+
+    def _row_factor(self, variance: Variance) -> Tensor | float:  # noqa: ARG002
+        return 1.0
+
+    # ------------------------------------------------------------------------------- round 3
+
+    def _directed_step(
+        self, variance: Variance, mean: Tensor | None, total: Tensor, alpha: Scalar, keep: Scalar
+    ) -> Generator[list[Reduction], list[Tensor], None]:
+        if not self.rule.has_momentum:
+            yield from super()._directed_step(variance, mean, total, alpha, keep)
+            return
+        # Nothing is measured before W is written, see `compiled_obstacle`.
+        update = Update(self, variance, mean, total)
+        update.totals = self._filter_and_write(update, alpha, keep)
+        update.finish((yield update.reductions()))
+
+    def _measure(self, update: Update) -> dict[str, Reduction]:
+        found = dict[str, Reduction]()
+        if self.rule.needs_norm:
+            sums = torch.empty(len(self.units), dtype=torch.float64)
+            self._run(passes.update_squares, self._g_at, *self._roots(update), sums.numpy())
+            parts = self._usual_parts(sums)
+            found["squares"] = Reduction(self._unusual_parts(update) if parts is None else parts)
+        if self.rule.divides_by_peak:
+            row_max = self._new_column()
+            out = row_max.numpy()[..., 0]
+            self._run(passes.row_peaks, self._g_at, *self._roots(update), out)
+            found["largest"] = Reduction(row_max.amax(dim=self.tensor_dims, keepdim=True))
+            if self.rule.moves_by_sign:
+                found["row_max"] = Reduction(row_max)
+        return found
+
+    def _unusual_parts(self, update: Update) -> Tensor:
+        """The sum of U^2 of each matrix in parts, for very large and very small values."""
+        row, col = _roots_of(update.variance)
+        most = self.rule.variance_floor**-0.5
+        by_matrix = [
+            squares.parts_by_row(
+                g.view(1, *self.shape[1:]) * (r * c).clamp(max=most), may_read=True
+            ).sum(dim=-2)
+            for g, r, c in zip(self.grads, row, col, strict=True)
+        ]
+        return torch.cat(by_matrix).reshape(-1, 1, 1, 3)
+
+    def _apply(
+        self,
+        update: Update,
+        coef: Tensor | Scalar,
+        power: Tensor | None,  # noqa: ARG002  # none with signs, see `is_compiled`
+        keep: Scalar,
+    ) -> None:
+        k, m, n = self.shape
+        if self.rule.moves_by_sign:
+            by_row = torch.as_tensor(coef).expand(k, m, 1)[..., 0].contiguous()
+            of_tensor = self._by_matrix(keep)
+            self._run(passes.write_signs, self._g_at, self._w_at, n, by_row.numpy(), of_tensor)
+            return
+        roots = self._roots(update)
+        arguments = (self._by_matrix(coef), self._by_matrix(keep))
+        self._run(passes.write_updates, self._g_at, self._w_at, *roots, *arguments)
+
+    def _filter_and_write(self, update: Update, alpha: Scalar, keep: Scalar) -> Tensor:
+        """Equations (10) to (13) and the write, in one pass; returns the sums of FAM's band."""
+        memory = update.memory
+        assert memory is not None
+        k, _, _ = self.shape
+        of_average = (1 - memory.mix) / memory.correction
+        given = (update.factor, 1 - memory.beta, of_average, memory.mix, alpha, keep)
+        scalars = np.stack([self._by_matrix(each) for each in given], axis=-1)
+        totals = torch.empty(len(self.units), 2, dtype=torch.float64)
+        codes = addresses([state["momentum"] for state in self.states])
+        scales = addresses([state["momentum_scale"] for state in self.states])
+        self._run(
+            passes.write_filtered, self._g_at, self._w_at, codes, scales,
+            *self._roots(update), scalars, totals.numpy(),
+        )  # fmt: skip
+        return totals.view(k, -1, 2, 1).sum(dim=1).to(torch.float32)
+
+    def _roots(self, update: Update) -> tuple[int, Any, Any, np.float32]:
+        """The length of a row, and 1 / sqrt(V) by rows, by columns, and its largest value."""
+        (k, m, n), (row, col) = self.shape, _roots_of(update.variance)
+        most = np.float32(self.rule.variance_floor**-0.5)
+        return n, row.reshape(k, m).numpy(), col.reshape(k, n).numpy(), most
+
+    def _by_matrix(self, value: Tensor | Scalar) -> Any:
+        """A number, or one of each matrix, as (k,) in float32."""
+        tensor = torch.as_tensor(value, dtype=torch.float32).reshape(-1)
+        return tensor.expand(self.shape[0]).contiguous().numpy()
+
+
+def _roots_of(variance: Variance) -> tuple[Tensor, Tensor]:
+    assert isinstance(variance, FactoredVariance)  # see `is_compiled`
+    return variance.roots()
+
+
+@lru_cache(maxsize=256)
+def units_of(k: int, m: int, n: int) -> Any:
+    """The units of k matrices, all with the same number of them, (units, 3)."""
+    rows = max(4, UNIT // n // 4 * 4)
+    return np.array(
+        [(i, start, min(start + rows, m)) for i in range(k) for start in range(0, m, rows)],
+        dtype=np.int64,
+    )
+
+
+def addresses(tensors: Sequence[Tensor]) -> Any:
+    """Where contiguous tensors begin, (k,)."""
+    return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
