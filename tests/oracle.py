@@ -58,6 +58,7 @@ _COMMON: dict[str, object] = {
     "direction": "sign_max",
     "blocks": None,  # (14): "rows" or "columns", and how many a block has
     "scale": "current",
+    "usual_from": 1.0 / 3.0,
 }
 
 # mean_eps is the e of "divides by n + e" in (5); "eps1" means: that value. Version 0.1 has
@@ -118,6 +119,7 @@ class Rule:
     direction: str
     blocks: tuple[str, int] | None
     scale: str
+    usual_from: float
 
     @property
     def eps1(self) -> float:
@@ -189,11 +191,11 @@ def assumed_size(shape: tuple[int, ...], scale: str) -> float:
     return min(0.1, math.sqrt(2.0 / fan_in)) if scale == "raised" else 1.0 / math.sqrt(3.0 * fan_in)
 
 
-def first_size(own: float, assumed: float, scale: str) -> float:
+def first_size(own: float, assumed: float, scale: str, usual_from: float = 1.0 / 3.0) -> float:
     """The size that the first step has, and later ones."""
     if own < assumed * (1.0 if scale == "raised" else 0.01):
         return assumed
-    if scale == "usual" and assumed / 3.0 <= own < assumed:
+    if scale == "usual" and assumed * usual_from <= own < assumed:
         return assumed
     return own
 
@@ -211,7 +213,7 @@ def one_step(
     if rule.scale != "current" and w.size > 0:
         first = float(state["initial_rms"])
         if t == 1:
-            first = first_size(size, first, rule.scale)
+            first = first_size(size, first, rule.scale, rule.usual_from)
         state = {**state, "initial_rms": _float64(first)}
         size = first if first > 0.0 else size
     alpha = step_size(rule, lr, t, size)

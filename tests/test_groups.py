@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import weight_norm
 
-from maxfactor import FAM, MaxFactor, for_model, recipe
+from maxfactor import FAM, MaxFactor, Switches, for_model, recipe
 from maxfactor.recipes import OWN, PUBLISHED, Recipe
 from maxfactor.settings import MaxFactorSettings
 
@@ -552,3 +552,85 @@ def test_bad_input(
 ) -> None:
     with pytest.raises(error, match=message):
         for_model(model, **{"recipe": "published-1.0", **settings})
+
+
+# ----------------------------------------------------------- what is small on purpose in `quality`
+
+
+def scaled_layers(*sizes: float) -> torch.nn.Sequential:
+    """Linear layers, each with an RMS of so many times what torch begins with."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(32, 32, bias=False) for _ in sizes]
+    for layer, size in zip(layers, sizes, strict=True):
+        weight = layer.weight.data
+        weight.mul_(size / (weight.square().mean().sqrt() * math.sqrt(3 * 32)))
+    return torch.nn.Sequential(*layers, torch.nn.Linear(32, 2))
+
+
+def usual_from(optimizer: Any) -> float:
+    [found] = {g["switches"]["usual_from"] for g in optimizer.param_groups if g["kind"] == "hidden"}
+    return float(found)
+
+
+def step_sizes(model: torch.nn.Module, optimizer: Any) -> list[float]:
+    """The step of each hidden matrix, in units of what torch's own size gives."""
+    optimizer.record_metrics(None)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    steps = [each.step_size for each in optimizer.metrics().values() if each.kind == "hidden"]
+    return [step / 0.04 * math.sqrt(3 * 32) for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((1.0, 1.0, 0.8, 0.5), (1.0, 1.0, 1.0, 0.5)),
+        ((0.2, 0.2, 0.19, 0.1), (1.0, 1.0, 1.0, 0.1)),  # a narrow model, with a residual projection
+        ((1.7, 1.7, 1.6, 0.4), (1.7, 1.7, 1.6, 0.4)),  # a T5, with queries
+        ((0.3, 0.3, 0.3, 0.0), (1.0, 1.0, 1.0, 1.0)),  # what begins at zero has no size at all
+    ],
+)
+def test_small_on_purpose_is_clearly_smaller_than_others(
+    sizes: tuple[float, ...], expected: tuple[float, ...]
+) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        model = scaled_layers(*sizes).to(dtype)
+        assert step_sizes(model, for_model(model)) == pytest.approx(expected, rel=1e-2)
+
+
+def test_where_the_weights_cannot_be_seen_a_third_is_on_purpose() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 2))
+    assert usual_from(for_model(model)) == pytest.approx(1.0 / 3.0)
+    model = scaled_layers(0.2, 0.2)
+    given = {"decay_by": "squared_step", "usual_from": 0.5}
+    assert usual_from(for_model(model, switches=given)) == 0.5  # the caller's own
+    assert usual_from(for_model(model)) == pytest.approx(0.15, rel=1e-3)
+    model[0].register_parameter(  # a quantized layer, as QLoRA has it, says nothing
+        "weight", torch.nn.Parameter(torch.ones(32, 32, dtype=torch.uint8), requires_grad=False)
+    )
+    assert usual_from(for_model(model)) == pytest.approx(0.15, rel=1e-3)
+    model[1].requires_grad_(requires_grad=True).bfloat16()
+    for param in model[1].parameters():
+        param.data.fill_(math.nan)
+    assert usual_from(for_model(model)) == pytest.approx(1.0 / 3.0)
+
+
+def test_a_checkpoint_keeps_what_was_small_on_purpose() -> None:
+    model = scaled_layers(0.2, 0.2)
+    optimizer = for_model(model)
+    step_sizes(model, optimizer)
+    for param in model.parameters():
+        param.data.mul_(4.0)
+    resumed = for_model(model)
+    assert usual_from(resumed) > 0.5
+    resumed.load_state_dict(optimizer.state_dict())
+    assert usual_from(resumed) == usual_from(optimizer)
+    assert step_sizes(model, resumed) == pytest.approx([1.0, 1.0], rel=1e-3)
+
+
+@pytest.mark.parametrize("usual", [0.0, 1.5, -1.0, math.nan])
+def test_usual_from_is_a_part(usual: float) -> None:
+    with pytest.raises(ValueError, match="usual_from must"):
+        Switches(usual_from=usual)

@@ -121,6 +121,10 @@ def test_a_matrix_that_begins_near_zero_takes_the_size_of_its_shape() -> None:
         for own, expected in ((0.0, 0.5), (0.06, 0.06), (0.16, 0.16), (0.18, 0.5), (0.51, 0.51)):
             size, _ = reference.weight_size(torch.tensor(own), assumed, t, usual)
             assert size.item() == pytest.approx(expected)  # from a third of it on, all of it
+        for least, own, expected in ((1.0, 0.49, 0.49), (1.0, 0.5, 0.5), (0.1, 0.06, 0.5)):
+            chosen = MaxFactorSettings(scale="usual", switches={"usual_from": least}).rules.matrix
+            size, _ = reference.weight_size(torch.tensor(own), assumed, t, chosen)
+            assert size.item() == pytest.approx(expected)
         for own, expected in ((0.0, 0.5), (0.49, 0.5), (0.5, 0.5), (0.51, 0.51)):
             size, _ = reference.weight_size(torch.tensor(own), assumed, t, raised)
             assert size.item() == torch.tensor(expected).item()

@@ -100,8 +100,8 @@ class MaxFactor(FactoredOptimizer):
             that begins at zero, or below a hundredth of 1 / sqrt(3 * fan_in), counts as that, the
             RMS with which torch.nn.Linear begins. A vector that was zero is scaled by its present
             RMS. "usual" is the same, and a matrix that begins smaller than that, but not smaller
-            than a third of it, counts as that, too. "raised" is "initial" with a least size of
-            min(0.1, sqrt(2 / fan_in)) for a matrix.
+            than a part of it (the switch `usual_from`), counts as that, too. "raised" is "initial"
+            with a least size of min(0.1, sqrt(2 / fan_in)) for a matrix.
         rounding: How 16-bit parameters are written: "stochastic" keeps small updates and decay on
             average, "nearest" loses them. None: stochastic for bfloat16, nearest for float16.
         seed: Seed of the stochastic rounding. None takes torch's seed, or 0 with several processes,
@@ -109,8 +109,8 @@ class MaxFactor(FactoredOptimizer):
         foreach: True runs torch operations on batches of tensors of one shape. With None or False
             large matrices without momentum are not batched on the CPU. Sharded parameters
             (DTensors) refuse True.
-        fused: True runs the Triton kernels, False torch operations. None runs the kernels on CUDA
-            if Triton is installed and supports the step.
+        fused: True runs the Triton kernels, or on a CPU passes compiled by Numba; False torch
+            operations. None runs the kernels on CUDA if Triton is installed and supports the step.
         capturable: True counts steps on the device, for CUDA graphs. A replay skips and counts
             steps, but cannot raise: call `check_skipped` now and then.
         nonfinite: What happens if any gradient has a NaN or infinity. "skip": the step is skipped,

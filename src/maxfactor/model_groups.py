@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from numbers import Real
+from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
@@ -22,8 +25,17 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from maxfactor.attention import head_blocks, is_transposed_linear
 from maxfactor.distributed.placement import is_sharded
 from maxfactor.maxfactor import MaxFactor
+from maxfactor.optimizer import SUPPORTED_DTYPES
 from maxfactor.recipes import COMMON, KINDS, find_recipe
-from maxfactor.settings import Execution, MaxFactorSettings, check_lr, warn_of_rate
+from maxfactor.settings import (
+    ON_PURPOSE,
+    Execution,
+    MaxFactorSettings,
+    Switches,
+    check_lr,
+    warn_of_rate,
+)
+from maxfactor.state import NEAR_ZERO
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -50,6 +62,8 @@ INPUT_WIDTHS = (
 # `Wq` and `Wqkv`, too.
 WEIGHT_WORDS = {"weight", "weights", "kernel", "kernels", "w", "proj", "projection"}
 WORD_ENDS = re.compile(r"[\W\d_]+|(?<=[a-z])(?=[A-Z])")
+
+CLEARLY_SMALLER = 0.75  # of the median size of a model's hidden matrices
 
 # A tied weight has several owners. Its kind is the first of these among those of its owners.
 PRECEDENCE = ("adapter", "embedding", "head", "conv", "tensor", "hidden", "vector")
@@ -92,6 +106,12 @@ def for_model(
     that transformers makes trainable when it loads a model. Layers that are unfrozen later are
     added by `optimizer.add_module(layer)`. The model may be on the meta device, sharded by
     `fully_shard`, compiled, or wrapped for data-parallel training.
+
+    With "quality", hidden matrices that begin smaller than 1 / sqrt(3 * fan_in) take steps as if
+    they had that size, as they would learn too slowly otherwise. Those that are clearly smaller
+    than the model's other hidden matrices keep their own size: they are small on purpose. For
+    that the weights are looked at; on the meta device and in shards, where that is impossible,
+    a matrix is small on purpose below a third of that size.
 
     Args:
         model: The model itself, not its parameters.
@@ -172,6 +192,7 @@ class ModelSorter:
         self._kinds = _kinds_by_name(model)
         self._heads_per_block = heads_per_block
         self._blocks = self._blocks_by_name()
+        self._hidden = self._hidden_switches()
         tables = _sinusoids(model)
         self.left_out = {
             name: "sinusoids of the encoder's positions, a table that is not trained"
@@ -200,6 +221,26 @@ class ModelSorter:
             for kind, blocks in order
         ]
 
+    def _usual_from(self) -> float:
+        """From which part of the usual size on a hidden matrix is not small on purpose.
+
+        Clearly smaller than the model's other hidden matrices is on purpose, as are the queries of
+        a T5 and the residual projections of a GPT-2. `ON_PURPOSE` where values cannot be read.
+        """
+        matrices = [
+            param
+            for name, param in _named(self.model)
+            if self._kinds[name] == "hidden" and _is_readable(param)
+        ]
+        sizes = [
+            # Read once, when the optimizer is built.
+            vector_norm(each.detach(), dtype=torch.promote_types(each.dtype, torch.float32)).item()
+            * math.sqrt(3 * math.prod(each.shape[1:]) / each.numel())
+            for each in matrices
+        ]
+        usable = [size for size in sizes if NEAR_ZERO <= size < math.inf]
+        return min(1.0, CLEARLY_SMALLER * median(usable)) if usable else ON_PURPOSE
+
     def _blocks_by_name(self) -> dict[str, Blocks]:
         """The blocks of each hidden matrix that is cut."""
         if self._heads_per_block is None:
@@ -219,7 +260,16 @@ class ModelSorter:
         }
 
     def _settings(self, kind: str) -> dict[str, Any]:
-        return _group_settings(self._recipe, kind, self._lr, self._overrides)
+        settings = _group_settings(self._recipe, kind, self._lr, self._overrides)
+        return settings | self._hidden if kind == "hidden" else settings
+
+    def _hidden_switches(self) -> dict[str, Any]:
+        """The switches of hidden matrices with the `usual_from` of this model, if it counts."""
+        settings = _group_settings(self._recipe, "hidden", self._lr, self._overrides)
+        if settings.get("scale") != "usual" or "switches" in self._overrides:
+            return {}
+        switches = settings.get("switches", Switches())
+        return {"switches": replace(switches, usual_from=self._usual_from())}
 
     def new_groups(self, module: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Groups for the parameters of a module that are trainable now and not in `groups`."""
@@ -255,6 +305,12 @@ class ModelSorter:
         began = self._settings(guide["kind"])["lr"]
         rates = {key: guide[key] / began for key in ("lr", "initial_lr") if key in guide}
         return {**group, **{key: group["lr"] * share for key, share in rates.items()}}
+
+
+def _is_readable(param: Tensor) -> bool:
+    """Whether a weight is here, whole, and no quantized one of a frozen layer."""
+    is_here = not (param.is_meta or is_sharded(param)) and param.numel() > 0
+    return is_here and param.dtype in SUPPORTED_DTYPES
 
 
 def _sinusoids(model: nn.Module) -> set[Tensor]:

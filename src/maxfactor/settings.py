@@ -44,6 +44,8 @@ BLOCK = 64  # values of a row that share an int8 scale, and the length of a DCT
 # Gradients count alike in the momentum of an orthogonal matrix, whatever their size, down to this
 # part of the usual size: those of the first steps are often much larger than later ones.
 LEAST_INPUT = 0.01
+# With scale="usual", a matrix that begins below this part of the usual size is small on purpose.
+ON_PURPOSE = 1.0 / 3.0
 SHARED_SEED = 0  # default seed of the rounding noise with several processes
 
 FactorMode = Literal["auto", "last"]
@@ -88,7 +90,7 @@ class TensorRule:
     absolute: bool = False  # Adafactor with an lr: alpha = lr
     keeps_initial_rms: bool = False  # the size in (3) is the RMS before the first step
     raises_small: bool = False  # ... or that of He's initialisation, if it is larger
-    raises_similar: bool = False  # ... or what the shape suggests, if that is not much larger
+    usual_from: float = 1.0  # ... or what the shape suggests, from this part of that on
     # (4) decay by lr, by rho, or by alpha if both are False
     weight_decay: float
     decays_by_lr: bool = False
@@ -239,6 +241,8 @@ class Switches:
             at which decay and random steps are in balance stays the same; "step_size" for alpha,
             version 0.2.
         vector_direction: "sign_max" for (9), "update" to move vectors by U itself.
+        usual_from: With scale="usual", the part of 1 / sqrt(3 * fan_in) from which on a smaller
+            matrix counts as that. `for_model` sets it by the other matrices of the model.
     """
 
     factor: FactorMode = "auto"
@@ -253,6 +257,7 @@ class Switches:
     step_rule: StepRule = "relative"
     decay_by: DecayBy = "lr"
     vector_direction: VectorDirection = "sign_max"
+    usual_from: float = ON_PURPOSE
 
     def __post_init__(self) -> None:
         _set(
@@ -269,6 +274,9 @@ class Switches:
                 "vector_direction", self.vector_direction, get_args(VectorDirection)
             ),
         )
+        _set(self, usual_from=check_number("usual_from", self.usual_from))
+        if not 0.0 < self.usual_from <= 1.0:
+            raise ValueError(f"usual_from must lie in (0, 1], got {self.usual_from}")
         if self.scalar_boost is not None:
             _set(self, scalar_boost=check_positive("scalar_boost", self.scalar_boost))
         for name in ("eps_rms", "mean_eps"):
@@ -490,7 +498,7 @@ class MaxFactorSettings(Settings):
             ramps=switches.step_rule == "ramp",
             keeps_initial_rms=self.scale != "current",
             raises_small=self.scale == "raised",
-            raises_similar=self.scale == "usual",
+            usual_from=switches.usual_from if self.scale == "usual" else 1.0,
             decays_by_lr=switches.decay_by == "lr",
             decays_by_rho=switches.decay_by in ("relative_step", "squared_step"),
             decays_by_square=switches.decay_by == "squared_step",

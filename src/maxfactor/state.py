@@ -204,9 +204,7 @@ def as_float(t: float | Tensor) -> float | Tensor:
     return t.to(torch.float32) if isinstance(t, Tensor) else t
 
 
-# Of the size from its shape: a matrix that begins below the first counts as zero; one between them
-# is small on purpose, such as the queries of a T5, and with scale="usual" keeps its own size, too.
-NEAR_ZERO, ON_PURPOSE = 0.01, 1.0 / 3.0
+NEAR_ZERO = 0.01  # of the size from its shape: a matrix that begins below counts as zero
 LARGEST_RAISED = 0.1  # to which scale="raised" raises the size of matrices with few inputs
 
 

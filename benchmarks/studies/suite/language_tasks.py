@@ -194,9 +194,10 @@ class PhonemeTask(LanguageTask):
 
         torch.manual_seed(trial.seed)
         width, layers = self.size("width", 16), self.size("layers", 1)
+        head = min(width, spec.options.get("head", 32))
         config = T5Config(  # type: ignore[call-arg]  # one of a base class
-            vocab_size=128, d_model=width, d_kv=32, d_ff=4 * width, num_layers=layers,
-            num_decoder_layers=layers, num_heads=max(1, width // 32), dropout_rate=0.0,
+            vocab_size=128, d_model=width, d_kv=head, d_ff=4 * width, num_layers=layers,
+            num_decoder_layers=layers, num_heads=width // head, dropout_rate=0.0,
             relative_attention_num_buckets=16, pad_token_id=0, eos_token_id=1,
             decoder_start_token_id=0, use_cache=False,
         )  # fmt: skip

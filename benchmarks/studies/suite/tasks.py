@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 LORA = "lora"  # the option with the rank of the adapters
 SCALE = "scale"  # the family of one task in several widths and lengths
+NARROW = "narrow"  # the family of tasks that chose what counts as small on purpose
 UNSEEN = "unseen"  # the family of tasks on which nothing is chosen
 
 
@@ -109,6 +110,24 @@ TASKS: dict[str, Spec] = {
         for steps in LENGTHS
         for schedule in ("cosine", "constant")
     },
+    "llama-narrow": Spec(
+        NARROW,
+        "language_tasks.LlamaTask",
+        500,
+        {**SMALL_LLAMA, "width": 64, "layers": 4, "batch": 32},
+    ),
+    "bert-narrow": Spec(
+        NARROW,
+        "language_tasks.BertTask",
+        800,
+        {"width": 64, "layers": 3, "context": 64, "batch": 16},
+    ),
+    "t5-narrow": Spec(
+        NARROW,
+        "language_tasks.PhonemeTask",
+        800,
+        {"width": 64, "layers": 2, "head": 16, "batch": 32},
+    ),
     "gpt2": Spec(UNSEEN, "unseen_tasks.BytesTask", 800, {**BYTES, "model": "gpt2"}),
     "mixtral": Spec(UNSEEN, "unseen_tasks.BytesTask", 500, {**BYTES, "model": "mixtral"}),
     "mamba": Spec(UNSEEN, "unseen_tasks.BytesTask", 200, {**BYTES, "model": "mamba"}),
@@ -123,8 +142,10 @@ TASKS: dict[str, Spec] = {
     "matching": Spec(UNSEEN, "unseen_tasks.MatchingTask", 600, {"width": 64, "batch": 64}),
     "recurrent": Spec(UNSEEN, "speech_tasks.RecurrentTask", 400, {**DIGITS, "width": 96}),
 }
-MAIN = tuple(name for name, spec in TASKS.items() if spec.family not in (SCALE, UNSEEN))
-FAMILIES = tuple(dict.fromkeys(spec.family for spec in TASKS.values() if spec.family != UNSEEN))
+FAMILIES = tuple(
+    dict.fromkeys(s.family for s in TASKS.values() if s.family not in (NARROW, UNSEEN))
+)
+MAIN = tuple(name for name, s in TASKS.items() if s.family in FAMILIES and s.family != SCALE)
 QUICK_STEPS = 4
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from maxfactor.recipes import OWN
 from studies.suite.search import Search, seeds_of
-from studies.suite.tasks import FAMILIES, SCALE, TASKS, UNSEEN
+from studies.suite.tasks import FAMILIES, NARROW, SCALE, TASKS, UNSEEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from studies.suite.trials import Trial
 
 WHOLE = tuple(family for family in FAMILIES if family != "lora")  # the whole model is trained
+EVERYWHERE = (*FAMILIES, NARROW)
 OUTER = ("conv", "embedding", "head")  # kinds with a least size
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0)  # of a recipe's own rate, 16 x from end to end
 TENFOLD = 10.0  # a rate at which nothing may become NaN
@@ -68,6 +69,7 @@ def own_rate(recipe: str) -> float:
     return float(OWN[cast("RecipeName", recipe)].common["lr"])
 
 
+A_THIRD = {"switches": {"decay_by": "squared_step", "usual_from": 1.0 / 3.0}}
 UNCAPPED = {"step_rule": "uncapped"}
 SQUARED = {"switches": {"decay_by": "squared_step"}}
 ORTHOGONAL = {"direction": "orthogonal", "momentum": 0.9, "nesterov": True}
@@ -88,9 +90,10 @@ WITHOUT = {"direction": "factored", "momentum": None, "nesterov": False, "moment
 
 # The most promising first: time may be over before the last.
 VARIANTS: dict[str, Variant] = {
-    "quality": Variant("quality", (0.04,)),
+    "quality": Variant("quality", (0.04,), families=EVERYWHERE),
     "fast": Variant("fast", (0.08,)),
     "lean": Variant("lean", (0.04,)),
+    "quality usual from a third": changed("quality", {"hidden": A_THIRD}, families=EVERYWHERE),
     "quality hidden wd .03": changed("quality", {"hidden": {"weight_decay": 0.03}}),
     "quality hidden wd .1": changed("quality", {"hidden": {"weight_decay": 0.1}}),
     "fast by the square": changed("fast", settings=SQUARED),

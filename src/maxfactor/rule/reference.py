@@ -38,7 +38,6 @@ from maxfactor.rule.squares import norm_of
 from maxfactor.settings import FLOAT32_TINY
 from maxfactor.state import (
     NEAR_ZERO,
-    ON_PURPOSE,
     State,
     as_float,
     block_shape,
@@ -120,9 +119,8 @@ def weight_size(
     if isinstance(t, Tensor) or t == 1:
         least = initial if rule.raises_small else NEAR_ZERO * initial
         own = torch.where(size < least, initial, size)
-        if rule.raises_similar:
-            is_similar = (size >= ON_PURPOSE * initial) & (size < initial)
-            own = torch.where(is_similar, initial, own)
+        is_similar = (size >= rule.usual_from * initial) & (size < initial)
+        own = torch.where(is_similar, initial, own)
         # No host sync for a counter on the device.
         first = torch.where(t == 1, own, initial) if isinstance(t, Tensor) else own
     first = first.to(torch.float32)

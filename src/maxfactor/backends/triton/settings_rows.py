@@ -43,6 +43,7 @@ def settings_row(group: GroupStep) -> list[float]:
         Setting.D: vector.rms_bound,  # that of an orthogonal matrix is not used
         Setting.BOOST: 0.0 if single is None else single.boost or 0.0,
         Setting.LEAST_INPUT: rule.least_input,
+        Setting.USUAL_FROM: rule.usual_from,
         **momentum_settings(rule),
     }
     return [row.get(setting, 0.0) for setting in Setting]
@@ -102,7 +103,6 @@ def flags_of(rule: TensorRule, shape: Shape, dtype: torch.dtype) -> Flag:
         Flag.ADAPTIVE: rule.fam is not None,
         Flag.INITIAL: rule.keeps_initial_rms,
         Flag.RAISED: rule.raises_small,
-        Flag.RAISED_SIMILAR: rule.raises_similar,
         Flag.BOOSTED: rule.boost is not None,
         Flag.RAMP: rule.ramps,
         Flag.UNCAPPED: not rule.is_capped,

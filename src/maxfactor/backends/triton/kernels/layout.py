@@ -185,6 +185,7 @@ class Setting(FromZero):
     THETA = auto()
     MIX = auto()
     LEAST_INPUT = auto()
+    USUAL_FROM = auto()
 
 
 class Scalar(FromZero):
@@ -320,7 +321,6 @@ class Flag(IntFlag):
     ADAPTIVE = auto()  # FAM, with sums of its own
     INITIAL = auto()  # the step size is scaled by the initial RMS(W)
     RAISED = auto()  # ... which is at least the size from its shape
-    RAISED_SIMILAR = auto()  # ... or the size from its shape, if that is not much larger
 
 
 ADDRESS = DeviceEnum(Address)

@@ -46,7 +46,7 @@ from maxfactor.backends.triton.kernels.variance import dense_variance, statistic
 from maxfactor.settings import FLOAT32_TINY
 
 TINY = tl.constexpr(FLOAT32_TINY)
-NEAR_ZERO, ON_PURPOSE = tl.constexpr(state.NEAR_ZERO), tl.constexpr(state.ON_PURPOSE)
+NEAR_ZERO = tl.constexpr(state.NEAR_ZERO)
 OVERFLOWS, NOT_FINITE = tl.constexpr(guard.OVERFLOWS), tl.constexpr(guard.NOT_FINITE)
 
 
@@ -278,8 +278,8 @@ def tensor_scalars(entry, setting, weight_squares, scalars, skip):
         initial = tl.load(entry + COLUMN.INITIAL_RMS).to(tl.pointer_type(tl.float32))
         at_first = tl.load(initial)
         least = at_first * tl.where((flags & FLAG.RAISED) != 0, 1.0, NEAR_ZERO)
-        is_similar = (size >= at_first * ON_PURPOSE) & (size < at_first)
-        is_raised = (size < least) | (is_similar & ((flags & FLAG.RAISED_SIMILAR) != 0))
+        is_similar = (size >= at_first * tl.load(setting + SETTING.USUAL_FROM)) & (size < at_first)
+        is_raised = (size < least) | is_similar
         at_first = tl.where((t == 1.0) & ~is_raised, size, at_first)
         if skip == 0:
             tl.store(initial, at_first)
