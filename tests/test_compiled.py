@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +18,7 @@ from cases import LONG_ROWS, SHAPES, VARIANTS, arguments, problem, published
 from comparison import compare_with_rule
 from maxfactor import FAM, Adafactor, MaxFactor, for_model, release_gradients, rule
 from maxfactor.backends import dispatch
-from maxfactor.backends.torch import step as torch_step
+from maxfactor.backends.torch.batch import Batch
 from maxfactor.backends.torch.compiled import batch as compiled
 from maxfactor.recipes import RecipeName
 from maxfactor.settings import AdafactorSettings
@@ -60,9 +63,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("version", ["0.1", "0.2", "0.3", "1.0"])
-def test_published_versions(version: str, variant: str) -> None:
+def test_published_versions(version: str, variant: str, counted: list[Any]) -> None:
     settings = arguments(published(version), VARIANTS[variant])
     compare_with_rule(settings, cases_of([*SHAPES.values(), (31, 7)]), "fused")
+    by_torch = variant in ("no max_norm", "full_matrix")
+    assert ((2, 31, 7) in counted) == (not by_torch)
 
 
 @pytest.mark.parametrize("variant", ["as published", "maximize", "small d", "clip", "decay"])
@@ -75,9 +80,10 @@ def test_larger_matrices(variant: str, counted: list[Any]) -> None:
 
 @pytest.mark.parametrize("scale", ["current", "initial", "raised", "usual"])
 @pytest.mark.parametrize("direction", ["factored", "sign_max"])
-def test_scales_and_directions(direction: str, scale: str) -> None:
+def test_scales_and_directions(direction: str, scale: str, counted: list[Any]) -> None:
     settings = {"direction": direction, "scale": scale, "weight_decay": 0.1}
     compare_with_rule(settings, cases_of(LARGER), "fused")
+    assert len(counted) == 5 * 3
 
 
 @pytest.mark.parametrize(
@@ -109,8 +115,12 @@ def test_ranges(settings: dict[str, Any], size: float) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"direction": "factored"}, FAST], ids=["1", "2", "3"])
-def test_rows_and_matrices_without_a_gradient(settings: dict[str, Any]) -> None:
+def test_rows_and_matrices_without_a_gradient(
+    settings: dict[str, Any], counted: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in an embedding: rows that never had one, next to others, and a weight of zeros."""
+    monkeypatch.setattr(Batch, "_weight_squares", None)  # nor is anything copied because of them
+    monkeypatch.setattr(compiled.CompiledBatch, "_unusual_parts", None)
     cases = cases_of([(60, 33), (60, 33), (60, 33)])
     for grad in cases[0].grads:
         grad[20:] = 0.0
@@ -118,6 +128,7 @@ def test_rows_and_matrices_without_a_gradient(settings: dict[str, Any]) -> None:
         grad.zero_()
     cases[2].weight.zero_()
     compare_with_rule(arguments(settings, {"weight_decay": 0.1}), cases, "fused")
+    assert counted == [(3, 60, 33)] * 5
 
 
 @pytest.mark.parametrize("size", [1e-25, 1e19])
@@ -129,7 +140,7 @@ def test_sizes_of_weights(size: float) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"lr": 0.03, "weight_decay": 0.2}, {"clip_threshold": 0.4}])
-def test_adafactor(more: dict[str, Any]) -> None:
+def test_adafactor(more: dict[str, Any], counted: list[Any]) -> None:
     checked = AdafactorSettings(**more)
     cases = cases_of([*SHAPES.values(), *LARGER])
     params: list[Tensor] = [torch.nn.Parameter(case.weight.clone()) for case in cases]
@@ -145,13 +156,14 @@ def test_adafactor(more: dict[str, Any]) -> None:
         for key, value in state.items():
             ours = optimizer.state[param][key]
             torch.testing.assert_close(ours, value, rtol=4e-6, atol=1e-37)
+    assert (2, 700, 133) in counted
 
 
 # -------------------------------------------------------------------------- threads and memory
 
 
 @pytest.mark.parametrize("settings", [{}, {"direction": "factored"}, FAST], ids=["1", "2", "3"])
-def test_any_number_of_threads_leaves_the_same_bits(
+def test_passes_leave_the_same_bits_with_any_number_of_threads(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
@@ -314,11 +326,67 @@ def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     MaxFactor([param]).step()  # nobody asked for it
 
 
+def test_where_numba_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise RuntimeError(f"cannot cache {name}")
+
+    dispatch.numba_error.cache_clear()
+    monkeypatch.setattr(importlib, "import_module", fail)
+    optimizer = MaxFactor([torch.nn.Parameter(torch.ones(3, 2))], fused=True)
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(3, 2)
+    with pytest.raises(RuntimeError, match=r"Numba cannot be used: cannot cache .* NUMBA_CACHE_"):
+        optimizer.step()
+    assert not optimizer.state
+    dispatch.numba_error.cache_clear()
+
+
 def test_it_is_only_loaded_if_asked_for() -> None:
     """Loading Numba takes a second, which is not for those who do not use it."""
-    names = vars(torch_step)
-    assert "numba" not in names
-    assert "CompiledBatch" not in names
+    code = """if True:
+        import sys, torch, maxfactor
+        weight = torch.nn.Parameter(torch.ones(300, 200))
+        for fused in (None, True):
+            weight.grad = torch.ones(300, 200)
+            maxfactor.MaxFactor([weight], fused=fused).step()
+            assert ("numba" in sys.modules) == (fused is True)
+    """
+    path = os.pathsep.join(sys.path)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", code], env=environment | {"PYTHONPATH": path}, check=True)
+
+
+def test_tensors_of_other_types_are_left_to_torch(counted: list[Any]) -> None:
+    """Their memory is not theirs: a pass would read address 0."""
+    plain, wrapped = (torch.nn.Parameter(torch.ones(60, 33)) for _ in range(2))
+    optimizer = MaxFactor([plain, wrapped], fused=True)
+    for param in (plain, wrapped):
+        param.grad = torch.ones(60, 33)
+    wrapped.grad = torch.ones(60, 33).as_subclass(Other)
+    optimizer.step()
+    assert counted == [(1, 60, 33)]
+    torch.testing.assert_close(plain, wrapped)
+
+
+class Other(Tensor):
+    """A type of its own."""
+
+
+def test_sums_of_columns_are_small_beside_the_matrices() -> None:
+    compiled.units_of.cache_clear()
+    for k, m, n in [(64, 4096, 11_008), (1, 768, 51_865), (1, 51_865, 384)]:
+        assert len(compiled.units_of(k, m, n)) * n <= k * m * n / 50
+    compiled.units_of.cache_clear()
+
+
+def test_a_skipped_step_is_recorded_later() -> None:
+    param = torch.nn.Parameter(torch.ones(8, 5))
+    optimizer: Any = MaxFactor([("w", param)], fused=True)
+    optimizer.record_metrics(None)
+    for found in (1.0, 0.0):
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(found)
+        param.grad = torch.ones(8, 5)
+        optimizer.step()
+    assert optimizer.metrics()["w"].grad_rms == pytest.approx(1.0)
 
 
 def test_released_gradients_leave_the_same_bits() -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -568,6 +569,7 @@ def scaled_layers(*sizes: float) -> torch.nn.Sequential:
 
 
 def usual_from(optimizer: Any) -> float:
+    optimizer.group_steps()  # as a step begins
     [found] = {g["switches"]["usual_from"] for g in optimizer.param_groups if g["kind"] == "hidden"}
     return float(found)
 
@@ -599,22 +601,44 @@ def test_small_on_purpose_is_clearly_smaller_than_others(
         assert step_sizes(model, for_model(model)) == pytest.approx(expected, rel=1e-2)
 
 
-def test_where_the_weights_cannot_be_seen_a_third_is_on_purpose() -> None:
+def test_sizes_are_judged_at_the_first_step() -> None:
+    """Weights may be loaded, broadcast or sharded after the optimizer was built."""
+    model = scaled_layers(1.0, 1.0)
+    optimizer = for_model(model)
+    model.load_state_dict(scaled_layers(0.2, 0.2).state_dict())
+    assert step_sizes(model, optimizer) == pytest.approx([1.0, 1.0], rel=1e-3)
+    assert usual_from(optimizer) == pytest.approx(0.2 * 2 / 3, rel=1e-3)
+    for param in model.parameters():
+        param.data.mul_(4.0)
+    assert usual_from(optimizer) == pytest.approx(0.2 * 2 / 3, rel=1e-3)  # once for the training
+
+
+def test_where_the_weights_say_nothing_a_third_is_on_purpose() -> None:
     with torch.device("meta"):
         model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 2))
     assert usual_from(for_model(model)) == pytest.approx(1.0 / 3.0)
     model = scaled_layers(0.2, 0.2)
-    given = {"decay_by": "squared_step", "usual_from": 0.5}
-    assert usual_from(for_model(model, switches=given)) == 0.5  # the caller's own
-    assert usual_from(for_model(model)) == pytest.approx(0.15, rel=1e-3)
-    model[0].register_parameter(  # a quantized layer, as QLoRA has it, says nothing
-        "weight", torch.nn.Parameter(torch.ones(32, 32, dtype=torch.uint8), requires_grad=False)
-    )
-    assert usual_from(for_model(model)) == pytest.approx(0.15, rel=1e-3)
-    model[1].requires_grad_(requires_grad=True).bfloat16()
-    for param in model[1].parameters():
+    for param in model.parameters():
         param.data.fill_(math.nan)
     assert usual_from(for_model(model)) == pytest.approx(1.0 / 3.0)
+    with FakeTensorMode():
+        model = scaled_layers(1.0)
+        assert usual_from(for_model(model)) == pytest.approx(1.0 / 3.0)
+
+
+def test_the_callers_switches_count() -> None:
+    model = scaled_layers(0.2, 0.2)
+    given: dict[str, Any] = {"decay_by": "squared_step", "usual_from": 0.5}
+    assert usual_from(for_model(model, switches=given)) == 0.5
+    del given["usual_from"]
+    assert usual_from(for_model(model, switches=given)) == pytest.approx(0.2 * 2 / 3, rel=1e-3)
+
+
+def test_shards_are_judged_as_the_whole_model(one_rank: None) -> None:
+    model = scaled_layers(0.2, 0.2, 0.1)
+    expected = usual_from(for_model(model))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    assert usual_from(for_model(model)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_checkpoint_keeps_what_was_small_on_purpose() -> None:
@@ -624,7 +648,6 @@ def test_a_checkpoint_keeps_what_was_small_on_purpose() -> None:
     for param in model.parameters():
         param.data.mul_(4.0)
     resumed = for_model(model)
-    assert usual_from(resumed) > 0.5
     resumed.load_state_dict(optimizer.state_dict())
     assert usual_from(resumed) == usual_from(optimizer)
     assert step_sizes(model, resumed) == pytest.approx([1.0, 1.0], rel=1e-3)

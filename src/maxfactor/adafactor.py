@@ -48,8 +48,8 @@ class Adafactor(FactoredOptimizer):
         foreach: True runs torch operations on batches of tensors of one shape. With None or False
             large matrices without momentum are not batched on the CPU. Sharded parameters
             (DTensors) refuse True.
-        fused: True runs the Triton kernels, False torch operations. None runs the kernels on CUDA
-            if Triton is installed and supports the step.
+        fused: True runs the Triton kernels, or on a CPU passes compiled by Numba; False torch
+            operations. None runs the kernels on CUDA if Triton is installed and supports the step.
         capturable: True counts steps on the device, for CUDA graphs. A replay skips and counts
             steps, but cannot raise: call `check_skipped` now and then.
         nonfinite: What happens if any gradient has a NaN or infinity. "skip": the step is skipped,

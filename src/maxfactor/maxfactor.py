@@ -33,6 +33,9 @@ if TYPE_CHECKING:
         ) -> list[dict[str, Any]]:
             """Groups for the parameters of a module that are not in `groups` yet."""
 
+        def judge_sizes(self, groups: list[dict[str, Any]], states: Mapping[Tensor, Any]) -> None:
+            """Set what depends on the weights before their first step."""
+
 
 class MaxFactor(FactoredOptimizer):
     r"""The published rule, version 1.0. To train a model, use `maxfactor.for_model` instead.
@@ -222,6 +225,10 @@ class MaxFactor(FactoredOptimizer):
             self.forget_settings()
             raise
         self._merge_kinds(before)
+
+    def _look_at_weights(self) -> None:
+        if self.sorter is not None:
+            self.sorter.judge_sizes(self.param_groups, self.state)
 
     def _merge_kinds(self, first: int) -> None:
         """Move the parameters of groups from index `first` on to older groups like theirs."""

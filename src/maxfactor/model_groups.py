@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import asdict
 from numbers import Real
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
@@ -23,22 +23,23 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from maxfactor.attention import head_blocks, is_transposed_linear
-from maxfactor.distributed.placement import is_sharded
+from maxfactor.distributed.placement import is_sharded, local
+from maxfactor.distributed.reductions import Reduction, groups_over, process_groups, reduce_all
 from maxfactor.maxfactor import MaxFactor
-from maxfactor.optimizer import SUPPORTED_DTYPES
 from maxfactor.recipes import COMMON, KINDS, find_recipe
 from maxfactor.settings import (
     ON_PURPOSE,
     Execution,
     MaxFactorSettings,
     Switches,
+    as_setting,
     check_lr,
     warn_of_rate,
 )
 from maxfactor.state import NEAR_ZERO
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from maxfactor.recipes import Recipe, RecipeName
     from maxfactor.settings import Blocks
@@ -63,7 +64,7 @@ INPUT_WIDTHS = (
 WEIGHT_WORDS = {"weight", "weights", "kernel", "kernels", "w", "proj", "projection"}
 WORD_ENDS = re.compile(r"[\W\d_]+|(?<=[a-z])(?=[A-Z])")
 
-CLEARLY_SMALLER = 0.75  # of the median size of a model's hidden matrices
+CLEARLY_SMALLER = 2.0 / 3.0  # of the median size of a model's hidden matrices
 
 # A tied weight has several owners. Its kind is the first of these among those of its owners.
 PRECEDENCE = ("adapter", "embedding", "head", "conv", "tensor", "hidden", "vector")
@@ -109,9 +110,8 @@ def for_model(
 
     With "quality", hidden matrices that begin smaller than 1 / sqrt(3 * fan_in) take steps as if
     they had that size, as they would learn too slowly otherwise. Those that are clearly smaller
-    than the model's other hidden matrices keep their own size: they are small on purpose. For
-    that the weights are looked at; on the meta device and in shards, where that is impossible,
-    a matrix is small on purpose below a third of that size.
+    than the model's other hidden matrices keep their own size: they are small on purpose. The first
+    step looks at the weights for that.
 
     Args:
         model: The model itself, not its parameters.
@@ -192,7 +192,6 @@ class ModelSorter:
         self._kinds = _kinds_by_name(model)
         self._heads_per_block = heads_per_block
         self._blocks = self._blocks_by_name()
-        self._hidden = self._hidden_switches()
         tables = _sinusoids(model)
         self.left_out = {
             name: "sinusoids of the encoder's positions, a table that is not trained"
@@ -221,26 +220,6 @@ class ModelSorter:
             for kind, blocks in order
         ]
 
-    def _usual_from(self) -> float:
-        """From which part of the usual size on a hidden matrix is not small on purpose.
-
-        Clearly smaller than the model's other hidden matrices is on purpose, as are the queries of
-        a T5 and the residual projections of a GPT-2. `ON_PURPOSE` where values cannot be read.
-        """
-        matrices = [
-            param
-            for name, param in _named(self.model)
-            if self._kinds[name] == "hidden" and _is_readable(param)
-        ]
-        sizes = [
-            # Read once, when the optimizer is built.
-            vector_norm(each.detach(), dtype=torch.promote_types(each.dtype, torch.float32)).item()
-            * math.sqrt(3 * math.prod(each.shape[1:]) / each.numel())
-            for each in matrices
-        ]
-        usable = [size for size in sizes if NEAR_ZERO <= size < math.inf]
-        return min(1.0, CLEARLY_SMALLER * median(usable)) if usable else ON_PURPOSE
-
     def _blocks_by_name(self) -> dict[str, Blocks]:
         """The blocks of each hidden matrix that is cut."""
         if self._heads_per_block is None:
@@ -260,16 +239,28 @@ class ModelSorter:
         }
 
     def _settings(self, kind: str) -> dict[str, Any]:
-        settings = _group_settings(self._recipe, kind, self._lr, self._overrides)
-        return settings | self._hidden if kind == "hidden" else settings
+        return _group_settings(self._recipe, kind, self._lr, self._overrides)
 
-    def _hidden_switches(self) -> dict[str, Any]:
-        """The switches of hidden matrices with the `usual_from` of this model, if it counts."""
-        settings = _group_settings(self._recipe, "hidden", self._lr, self._overrides)
-        if settings.get("scale") != "usual" or "switches" in self._overrides:
-            return {}
-        switches = settings.get("switches", Switches())
-        return {"switches": replace(switches, usual_from=self._usual_from())}
+    def judge_sizes(self, groups: list[dict[str, Any]], states: Mapping[Tensor, object]) -> None:
+        """Before the first step of hidden matrices: what is small on purpose, by their weights.
+
+        Not earlier: weights may be loaded, broadcast or sharded after the optimizer was built.
+        """
+        new = [
+            group
+            for group in groups
+            if group.get("kind") == "hidden"
+            and group["scale"] == "usual"
+            and _switches_of(group)["usual_from"] == ON_PURPOSE
+            and not any(states.get(param) for param in group["params"])
+        ]
+        if not new:
+            return
+        sizes = _relative_sizes([param for group in new for param in group["params"]])
+        if usable := [size for size in sizes if NEAR_ZERO <= size < math.inf]:
+            usual_from = min(1.0, CLEARLY_SMALLER * median(usable))
+            for group in new:
+                group["switches"] = {**_switches_of(group), "usual_from": usual_from}
 
     def new_groups(self, module: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Groups for the parameters of a module that are trainable now and not in `groups`."""
@@ -307,10 +298,38 @@ class ModelSorter:
         return {**group, **{key: group["lr"] * share for key, share in rates.items()}}
 
 
-def _is_readable(param: Tensor) -> bool:
-    """Whether a weight is here, whole, and no quantized one of a frozen layer."""
-    is_here = not (param.is_meta or is_sharded(param)) and param.numel() > 0
-    return is_here and param.dtype in SUPPORTED_DTYPES
+def _switches_of(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's switches, those that are not named at their defaults."""
+    return {**asdict(Switches()), **cast("dict[str, Any]", as_setting(group["switches"]) or {})}
+
+
+def _relative_sizes(params: list[Tensor]) -> list[float]:
+    """The RMS of each matrix in units of 1 / sqrt(3 * fan_in), the same on all ranks."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return []  # a capture may not wait for the device
+    # No weights that are not there, and none of a type that stands for other values.
+    seen = [
+        (param, own)
+        for param in params
+        if not (own := local(param.detach())).is_meta and type(own) is Tensor
+    ]
+    if not seen:
+        return []
+    squares = [
+        Reduction(
+            vector_norm(own, dtype=torch.promote_types(own.dtype, torch.float32)).square(),
+            groups_over(param, range(param.dim())),
+        )
+        for param, own in seen
+    ]
+    totals = reduce_all(squares, process_groups(param for param, _ in seen))
+    device = totals[0].device
+    # Read in one piece, once for the whole training.
+    found: list[float] = torch.stack([total.to(device, torch.float64) for total in totals]).tolist()
+    return [
+        math.sqrt(total * 3 * math.prod(param.shape[1:]) / max(1, param.numel()))
+        for total, (param, _) in zip(found, seen, strict=True)
+    ]
 
 
 def _sinusoids(model: nn.Module) -> set[Tensor]:

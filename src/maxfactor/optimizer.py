@@ -227,6 +227,8 @@ class FactoredOptimizer(Optimizer):
         if backend != "triton":
             is_compiled = backend == "compiled"
             if is_compiled and not self._unscale(inputs):
+                if self._recording is not None:
+                    self._recording.put_off()
                 return
             record = runner.run_torch(
                 inputs, self._execution, compiled=is_compiled, records=self._records
@@ -307,7 +309,7 @@ class FactoredOptimizer(Optimizer):
         Args:
             dtype: Of parameters and gradients; None is each parameter's own.
         """
-        groups, inputs = self.group_steps(), []
+        groups, inputs = self._group_steps(), []
         for each in self.members():
             shape, own = tuple(each.param.shape), dtype or each.param.dtype
             param = torch.empty(shape, dtype=own, device="meta")
@@ -327,6 +329,13 @@ class FactoredOptimizer(Optimizer):
 
     def group_steps(self) -> list[GroupStep]:
         """The rules and learning rate of each group; only changed settings are checked."""
+        self._look_at_weights()
+        return self._group_steps()
+
+    def _look_at_weights(self) -> None:
+        """Set what depends on the weights before their first step, if anything does."""
+
+    def _group_steps(self) -> list[GroupStep]:
         return [
             GroupStep(self._settings(index).rules, _rate(group["lr"]))
             for index, group in enumerate(self.param_groups)

@@ -281,7 +281,7 @@ class GradientRelease:
         """The backend of windows that have no fused plan."""
         if self._backend is None:
             self._backend = self._optimizer.choose_backend(self._members)
-            if self._backend == "torch":  # then for all windows
+            if self._backend != "triton":  # then for all windows
                 self._optimizer.drop_plans()
         return self._backend
 

@@ -90,7 +90,7 @@ class TensorRule:
     absolute: bool = False  # Adafactor with an lr: alpha = lr
     keeps_initial_rms: bool = False  # the size in (3) is the RMS before the first step
     raises_small: bool = False  # ... or that of He's initialisation, if it is larger
-    usual_from: float = 1.0  # ... or what the shape suggests, from this part of that on
+    usual_from: float = 1.0  # ... or the size from its shape, if it is at least this part of that
     # (4) decay by lr, by rho, or by alpha if both are False
     weight_decay: float
     decays_by_lr: bool = False
@@ -241,8 +241,8 @@ class Switches:
             at which decay and random steps are in balance stays the same; "step_size" for alpha,
             version 0.2.
         vector_direction: "sign_max" for (9), "update" to move vectors by U itself.
-        usual_from: With scale="usual", the part of 1 / sqrt(3 * fan_in) from which on a smaller
-            matrix counts as that. `for_model` sets it by the other matrices of the model.
+        usual_from: With scale="usual", a matrix below this part of 1 / sqrt(3 * fan_in) is small on
+            purpose and keeps its own size. Optimizers of `for_model` set it in their first step.
     """
 
     factor: FactorMode = "auto"

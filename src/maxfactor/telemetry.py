@@ -46,6 +46,7 @@ class Recording:
     _wait: int | None = None  # steps before the next recorded one; None: there is none
     _step: int = 0  # steps taken
     _recorded: int = -1  # the step that `records` are of
+    _is_put_off: bool = False  # the present step is not taken
 
     def schedule(self, every: int | None) -> None:
         """Record the next step, then every `every`-th; None for the next alone, 0 for none."""
@@ -71,9 +72,16 @@ class Recording:
             self.records, self._recorded = [], self._step
         self.records.append(record)
 
+    def put_off(self) -> None:
+        """Record the next step, if it was to be the present one, which is not taken."""
+        self._is_put_off = self.is_due
+
     def advance(self) -> None:
         """Count a step."""
         self._step += 1
+        if self._is_put_off:
+            self._is_put_off = False
+            return
         if self._wait == 0:
             self._wait = self._every
         if self._wait is not None:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from maxfactor.recipes import OWN
+from maxfactor.settings import Switches
 
 if TYPE_CHECKING:
     from maxfactor.recipes import Recipe, RecipeName
@@ -53,7 +54,7 @@ class Trial:
 
     def key_in(self, edition: int, recipe: Recipe | None = None) -> str:
         """The key with an edition of the recipe's rule, or with an earlier recipe, too."""
-        settings = _settings(self.optimizer) if recipe is None else str(recipe)
+        settings = _settings(self.optimizer) if recipe is None else _as_text(recipe)
         suffix = f"{edition} {settings}" if settings else ""
         return _digest(json.dumps(self.described, sort_keys=True) + suffix)
 
@@ -85,7 +86,13 @@ def _digest(text: str) -> str:
 @functools.cache
 def _settings(name: str) -> str:
     """The settings of a recipe; empty for a peer."""
-    return str(OWN.get(cast("RecipeName", name), ""))
+    recipe = OWN.get(cast("RecipeName", name))
+    return "" if recipe is None else _as_text(recipe)
+
+
+def _as_text(recipe: Recipe) -> str:
+    """Its settings, without a switch that was added later: stored trials keep their keys."""
+    return str(recipe).replace(f", usual_from={Switches().usual_from}", "")
 
 
 def base_trial(task: str, quick: bool) -> Trial:

@@ -117,6 +117,13 @@ def compiled_obstacle(inputs: Sequence[StepInput]) -> str | None:
             f"Numba {version_text(version_of('numba'))} is older than "
             f"{version_text(OLDEST_NUMBA)}; update it or set fused=False"
         )
+    if error := numba_error():
+        return (
+            f"Numba cannot be used: {error}; if it cannot keep what it compiles, set the variable "
+            "NUMBA_CACHE_DIR to a folder for that, else set fused=False"
+        )
+    from maxfactor.backends.torch.compiled.batch import is_compiled
+
     for each in inputs:
         rule = each.rule
         for tensor in (each.param, each.grad):
@@ -125,7 +132,7 @@ def compiled_obstacle(inputs: Sequence[StepInput]) -> str | None:
                     f"parameter {each.name!r} or its gradient is {tensor.dtype}, and on a CPU only "
                     "float32 is supported; use float32 or set fused=False"
                 )
-        if not rule.has_momentum or rule.is_orthogonal or each.param.dim() < 2:
+        if not rule.has_momentum or not is_compiled(each):
             continue
         if rule.momentum_dtype != "int8" or rule.bands > 1:
             return (
@@ -140,6 +147,16 @@ def compiled_obstacle(inputs: Sequence[StepInput]) -> str | None:
                 "clip_threshold=0, or fused=False"
             )
     return None
+
+
+@lru_cache(maxsize=1)
+def numba_error() -> str:
+    """Why the compiled passes cannot be loaded; empty if they can."""
+    try:
+        importlib.import_module("maxfactor.backends.torch.compiled.passes")
+    except (ImportError, RuntimeError) as error:  # another NumPy, or no folder for a cache
+        return str(error)
+    return ""
 
 
 def triton_obstacle(inputs: Sequence[StepInput]) -> str | None:

@@ -18,6 +18,7 @@ import maxfactor
 PACKAGES = (
     "torch",
     "triton",
+    "numba",
     "numpy",
     "transformers",
     "torch-optimi",

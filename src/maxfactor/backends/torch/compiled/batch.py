@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from maxfactor.rule.reference import Scalar
 
 UNIT = 1 << 16  # elements of a unit of work: G and W of it fit into a core's cache
-ONE_AT_A_TIME = Lock()  # one of Numba's kinds of threads does not bear two callers
+LEAST_ROWS = 64  # of a unit: each has a row of sums, which shall be small beside it
+ONE_AT_A_TIME = Lock()  # Numba's fallback for threads ends the process if two callers use it
 
 
 def is_compiled(each: StepInput) -> bool:
@@ -42,7 +43,9 @@ def is_compiled(each: StepInput) -> bool:
         return False
     if rule.is_orthogonal or (rule.divides_by_peak and not rule.moves_by_sign):
         return False
-    return each.param.is_contiguous() and each.param.numel() > 0
+    # A pass reads the memory of a tensor, which other types may not have.
+    is_plain = type(each.param.data) is Tensor and type(each.grad.data) is Tensor
+    return is_plain and each.param.is_contiguous() and each.param.numel() > 0
 
 
 class CompiledBatch(Batch):
@@ -88,18 +91,22 @@ class CompiledBatch(Batch):
             return super()._weight_squares()
         found = torch.empty(len(self.units), dtype=torch.float64)
         self._run(passes.weight_squares, self._w_at, self.shape[2], found.numpy())
-        parts = self._usual_parts(found)
-        return super()._weight_squares() if parts is None else parts
+        parts = self._usual_parts(found, self.params)
+        if parts is None:
+            parts = super()._weight_squares()
+            self.weights = None  # copies, which are not those that are written
+        return parts
 
-    def _usual_parts(self, sums: Tensor) -> Tensor | None:
+    def _usual_parts(self, sums: Tensor, values: Sequence[Tensor]) -> Tensor | None:
         """Sums of squares by unit as the parts of each matrix, (k, 1, 1, 3).
 
-        None if squares in float32 may have overflowed, or have lost digits that count.
+        None if squares in float32 may have overflowed, or have lost digits that count. They have
+        not in a sum of 0 if the matrix in `values` is 0, too.
         """
         total = sums.view(self.shape[0], 1, 1, -1).sum(dim=-1)
-        low, high = torch.aminmax(total)
-        # .item() is free on the CPU.
-        if not squares.LOW**2 <= low.item() <= high.item() <= squares.HIGH**2:
+        largest = total.amax().item()  # free on the CPU
+        small = (total.reshape(-1) < squares.LOW**2).nonzero().flatten().tolist()  # free, too
+        if not largest <= squares.HIGH**2 or any(bool(values[i].any()) for i in small):
             return None
         return squares.usual_parts(total.to(torch.float32))
 
@@ -124,7 +131,7 @@ class CompiledBatch(Batch):
         if self.rule.needs_norm:
             sums = torch.empty(len(self.units), dtype=torch.float64)
             self._run(passes.update_squares, self._g_at, *self._roots(update), sums.numpy())
-            parts = self._usual_parts(sums)
+            parts = self._usual_parts(sums, self.grads)
             found["squares"] = Reduction(self._unusual_parts(update) if parts is None else parts)
         if self.rule.divides_by_peak:
             row_max = self._new_column()
@@ -201,7 +208,7 @@ def _roots_of(variance: Variance) -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=256)
 def units_of(k: int, m: int, n: int) -> Any:
     """The units of k matrices, all with the same number of them, (units, 3)."""
-    rows = max(4, UNIT // n // 4 * 4)
+    rows = max(LEAST_ROWS, UNIT // n // 4 * 4)
     return np.array(
         [(i, start, min(start + rows, m)) for i in range(k) for start in range(0, m, rows)],
         dtype=np.int64,

@@ -7,8 +7,8 @@ so they do not depend on the number of threads.
     row_root, col_root  1 / sqrt of the factors of V, (k, m) and (k, n)
     most                the largest 1 / sqrt(V)
 
-Sums over the columns of a row are float32, over rows float64, but for those of G^2 by column.
-`FLAGS` let sums be vectorised. NaN and infinity keep their meaning.
+The sum of a row, and that of a unit's column, are float32; sums over rows are float64. `FLAGS` let
+sums be vectorised. NaN and infinity keep their meaning.
 """
 
 from __future__ import annotations
