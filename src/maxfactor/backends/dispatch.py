@@ -122,8 +122,6 @@ def compiled_obstacle(inputs: Sequence[StepInput]) -> str | None:
             f"Numba cannot be used: {error}; if it cannot keep what it compiles, set the variable "
             "NUMBA_CACHE_DIR to a folder for that, else set fused=False"
         )
-    from maxfactor.backends.torch.compiled.batch import is_compiled
-
     for each in inputs:
         rule = each.rule
         for tensor in (each.param, each.grad):
@@ -132,7 +130,7 @@ def compiled_obstacle(inputs: Sequence[StepInput]) -> str | None:
                     f"parameter {each.name!r} or its gradient is {tensor.dtype}, and on a CPU only "
                     "float32 is supported; use float32 or set fused=False"
                 )
-        if not rule.has_momentum or not is_compiled(each):
+        if not rule.has_momentum or not has_compiled_passes(each):
             continue
         if rule.momentum_dtype != "int8" or rule.bands > 1:
             return (
@@ -147,6 +145,18 @@ def compiled_obstacle(inputs: Sequence[StepInput]) -> str | None:
                 "clip_threshold=0, or fused=False"
             )
     return None
+
+
+def has_compiled_passes(each: StepInput) -> bool:
+    """Whether the compiled passes are for this tensor; others are stepped by torch operations."""
+    rule, layout = each.rule, factoring(tuple(each.param.shape), each.rule.factor)
+    if layout is None or len(layout.matrix) > 2 or rule.dense or rule.boost is not None:
+        return False
+    if rule.is_orthogonal or (rule.divides_by_peak and not rule.moves_by_sign):
+        return False
+    # A pass reads the memory of a tensor, which other types may not have.
+    is_plain = type(each.param.data) is Tensor and type(each.grad.data) is Tensor
+    return is_plain and each.param.is_contiguous() and each.param.numel() > 0
 
 
 @lru_cache(maxsize=1)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from maxfactor.backends.dispatch import has_compiled_passes
 from maxfactor.backends.guard import NOT_FINITE, OVERFLOWS, bad_gradients
 from maxfactor.backends.step_io import StepResult
 from maxfactor.backends.torch.batch import SMALL, Batch
@@ -58,7 +59,8 @@ def step(
     grads = [each.grad for each in inputs]
     if any(is_sharded(each.param) for each in inputs):
         grads = local_gradients(inputs)
-    is_compiled = compiled_matrices(inputs) if compiled and not records else set[int]()
+    uses_passes = compiled and not records
+    is_compiled = {i for i, each in enumerate(inputs) if uses_passes and has_compiled_passes(each)}
     batches = sort_into_batches(inputs, grads, is_compiled, foreach=foreach, shared=not groups)
     if groups:
         result = run_on_all(list(batches), inputs, groups, check=check)
@@ -83,13 +85,6 @@ def run_recorded(measured: list[Batch], inputs: Sequence[StepInput], *, check: b
 
 
 # ------------------------------------------------------------------------------------- batches
-
-
-def compiled_matrices(inputs: Sequence[StepInput]) -> set[int]:
-    """The indices of the inputs whose passes are compiled. Imported here, as it needs Numba."""
-    from maxfactor.backends.torch.compiled.batch import is_compiled
-
-    return {index for index, each in enumerate(inputs) if is_compiled(each)}
 
 
 def sort_into_batches(

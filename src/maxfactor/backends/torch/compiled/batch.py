@@ -21,7 +21,6 @@ from maxfactor.backends.torch.blocks import FactoredVariance
 from maxfactor.backends.torch.compiled import passes
 from maxfactor.distributed.reductions import Reduction
 from maxfactor.rule import squares
-from maxfactor.state import factoring
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -34,18 +33,6 @@ if TYPE_CHECKING:
 UNIT = 1 << 16  # elements of a unit of work: G and W of it fit into a core's cache
 LEAST_ROWS = 64  # of a unit: each has a row of sums, which shall be small beside it
 ONE_AT_A_TIME = Lock()  # Numba's fallback for threads ends the process if two callers use it
-
-
-def is_compiled(each: StepInput) -> bool:
-    """Whether the passes are for this tensor; others are stepped by torch operations."""
-    rule, layout = each.rule, factoring(tuple(each.param.shape), each.rule.factor)
-    if layout is None or len(layout.matrix) > 2 or rule.dense or rule.boost is not None:
-        return False
-    if rule.is_orthogonal or (rule.divides_by_peak and not rule.moves_by_sign):
-        return False
-    # A pass reads the memory of a tensor, which other types may not have.
-    is_plain = type(each.param.data) is Tensor and type(each.grad.data) is Tensor
-    return is_plain and each.param.is_contiguous() and each.param.numel() > 0
 
 
 class CompiledBatch(Batch):
@@ -158,7 +145,7 @@ class CompiledBatch(Batch):
         self,
         update: Update,
         coef: Tensor | Scalar,
-        power: Tensor | None,  # noqa: ARG002  # none with signs, see `is_compiled`
+        power: Tensor | None,  # noqa: ARG002  # none with signs, see `has_compiled_passes`
         keep: Scalar,
     ) -> None:
         k, m, n = self.shape
@@ -201,7 +188,7 @@ class CompiledBatch(Batch):
 
 
 def _roots_of(variance: Variance) -> tuple[Tensor, Tensor]:
-    assert isinstance(variance, FactoredVariance)  # see `is_compiled`
+    assert isinstance(variance, FactoredVariance)  # see `has_compiled_passes`
     return variance.roots()
 
 
