@@ -1,1 +1,1 @@
-"""Passes over float32 matrices on a CPU, compiled by Numba, which is an extra: `maxfactor[cpu]`."""
+"""Passes over float32 matrices on a CPU, compiled by Numba, which comes with the extra `cpu`."""
