@@ -355,6 +355,19 @@ def test_it_is_only_loaded_if_asked_for() -> None:
     subprocess.run([sys.executable, "-c", code], env=environment | {"PYTHONPATH": path}, check=True)
 
 
+@pytest.mark.parametrize("settings", [{}, {"direction": "factored"}, FAST], ids=["1", "2", "3"])
+def test_autograd_knows_what_was_written(settings: dict[str, Any], counted: list[Any]) -> None:
+    """Else a second backward pass would take the new weights for those of the forward pass."""
+    param = torch.nn.Parameter(torch.ones(60, 33))
+    optimizer = MaxFactor([param], fused=True, **settings)
+    loss = param.square().sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    assert counted
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_tensors_of_other_types_are_left_to_torch(counted: list[Any]) -> None:
     """Their memory is not theirs: a pass would read address 0."""
     plain, wrapped = (torch.nn.Parameter(torch.ones(60, 33)) for _ in range(2))

@@ -1,9 +1,11 @@
-"""The input of a backend, and its result."""
+"""The input of a backend, its result, and what autograd is told."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,3 +68,12 @@ class StepResult:
     step_sizes: Sequence[float | Tensor] | Tensor = field(default_factory=list)
     bad: BadGradients | None = None
     record: StepRecord | None = None  # of a recorded step
+
+
+def increment_version(params: Sequence[Tensor]) -> None:
+    """Tell autograd of writes through addresses, as an in-place operation would."""
+    try:
+        torch.autograd.graph.increment_version(list(params))
+    except (AttributeError, TypeError, RuntimeError):  # an older torch takes one at a time
+        for param in params:
+            torch.autograd.graph.increment_version(param)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from maxfactor.backends.step_io import increment_version
 from maxfactor.backends.triton.kernels.layout import Address
 from maxfactor.distributed.placement import is_sharded, local_as, local_tensor
 
@@ -287,12 +288,3 @@ def column_of(kind: Address) -> slice:
 def layouts(params: Sequence[Tensor]) -> list[tuple[object, ...]]:
     """What a plan takes for granted of each parameter, besides its address."""
     return [(p.shape, p.dtype, p.device, p.is_contiguous()) for p in params]
-
-
-def increment_version(params: list[Tensor]) -> None:
-    """Tell autograd that the kernels wrote the parameters, as an in-place operation would."""
-    try:
-        torch.autograd.graph.increment_version(params)
-    except (AttributeError, TypeError, RuntimeError):  # an older torch takes one at a time
-        for param in params:
-            torch.autograd.graph.increment_version(param)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from maxfactor.backends.step_io import increment_version
 from maxfactor.backends.torch.batch import Batch, Update
 from maxfactor.backends.torch.blocks import FactoredVariance
 from maxfactor.backends.torch.compiled import passes
@@ -153,10 +154,12 @@ class CompiledBatch(Batch):
             by_row = torch.as_tensor(coef).expand(k, m, 1)[..., 0].contiguous()
             of_tensor = self._by_matrix(keep)
             self._run(passes.write_signs, self._g_at, self._w_at, n, by_row.numpy(), of_tensor)
+            increment_version(self.params)
             return
         roots = self._roots(update)
         arguments = (self._by_matrix(coef), self._by_matrix(keep))
         self._run(passes.write_updates, self._g_at, self._w_at, *roots, *arguments)
+        increment_version(self.params)
 
     def _filter_and_write(self, update: Update, alpha: Scalar, keep: Scalar) -> Tensor:
         """Equations (10) to (13) and the write, in one pass; returns the sums of FAM's band."""
@@ -173,6 +176,7 @@ class CompiledBatch(Batch):
             passes.write_filtered, self._g_at, self._w_at, codes, scales,
             *self._roots(update), scalars, totals.numpy(),
         )  # fmt: skip
+        increment_version(self.params)
         return totals.view(k, -1, 2, 1).sum(dim=1).to(torch.float32)
 
     def _roots(self, update: Update) -> tuple[int, Any, Any, np.float32]:
