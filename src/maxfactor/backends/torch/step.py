@@ -66,6 +66,8 @@ def step(
         result = run_on_all(list(batches), inputs, groups, check=check)
     elif records:
         result = run_recorded(list(batches), inputs, check=check)
+    elif is_compiled:
+        result = run_compiled(batches, inputs, check=check)
     else:
         result = run_alone(batches, inputs, check=check)
     for each in [] if result.bad else inputs:
@@ -82,6 +84,16 @@ def run_recorded(measured: list[Batch], inputs: Sequence[StepInput], *, check: b
     pairs = [(batch.inputs, batch.record) for batch in measured if batch.record is not None]
     result.record = TorchRecord(inputs, result.step_sizes, pairs)
     return result
+
+
+def run_compiled(
+    batches: Iterator[Batch], inputs: Sequence[StepInput], *, check: bool
+) -> StepResult:
+    """Run the rounds in one process, with compiled passes. Imported here, as it needs Numba."""
+    from maxfactor.backends.torch.compiled.batch import threads_of_torch
+
+    with threads_of_torch():
+        return run_alone(batches, inputs, check=check)
 
 
 # ------------------------------------------------------------------------------------- batches

@@ -7,6 +7,7 @@ of one shape are one batch, too, without copies.
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from maxfactor.distributed.reductions import Reduction
 from maxfactor.rule import squares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from maxfactor.backends.step_io import StepInput
     from maxfactor.backends.torch.batch import Variance
@@ -34,6 +35,21 @@ if TYPE_CHECKING:
 UNIT = 1 << 16  # elements of a unit of work: G and W of it fit into a core's cache
 LEAST_ROWS = 64  # of a unit: each has a row of sums, which shall be small beside it
 ONE_AT_A_TIME = Lock()  # Numba's fallback for threads ends the process if two callers use it
+
+
+@contextmanager
+def threads_of_torch() -> Iterator[None]:
+    """Run passes in as many threads as torch uses for its operations."""
+    with ONE_AT_A_TIME:
+        threads, before = torch.get_num_threads(), numba.get_num_threads()
+        most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+        numba.set_num_threads(min(threads, most))
+        try:
+            yield
+        finally:
+            numba.set_num_threads(before)
+            if torch.get_num_threads() != threads:  # both may use one library for threads
+                torch.set_num_threads(threads)
 
 
 class CompiledBatch(Batch):
@@ -47,17 +63,8 @@ class CompiledBatch(Batch):
         self.units = units_of(*self.shape)
 
     def _run(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Run a pass over all units in as many threads as torch uses for its operations."""
-        with ONE_AT_A_TIME:
-            threads, before = torch.get_num_threads(), numba.get_num_threads()
-            most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
-            numba.set_num_threads(min(threads, most))
-            try:
-                function(self.units, *arguments)
-            finally:
-                numba.set_num_threads(before)
-                if torch.get_num_threads() != threads:  # both may use one library for threads
-                    torch.set_num_threads(threads)
+        """Run a pass over all units."""
+        function(self.units, *arguments)
 
     @cached_property
     def _g_at(self) -> Any:
