@@ -20,6 +20,7 @@ from maxfactor import FAM, Adafactor, MaxFactor, for_model, release_gradients, r
 from maxfactor.backends import dispatch
 from maxfactor.backends.torch.batch import Batch
 from maxfactor.backends.torch.compiled import batch as compiled
+from maxfactor.backends.torch.compiled import passes
 from maxfactor.recipes import RecipeName
 from maxfactor.settings import AdafactorSettings
 
@@ -160,6 +161,85 @@ def test_adafactor(more: dict[str, Any], counted: list[Any]) -> None:
 
 
 # -------------------------------------------------------------------------- threads and memory
+
+
+def stepped(optimizer: MaxFactor, param: Tensor, steps: int) -> None:
+    for number in range(steps):
+        param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(number))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("direction", ["factored", "sign_max"])
+def test_sums_of_weights_are_found_while_they_are_written(
+    direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a step need not read W for them, unless somebody else has written it."""
+    read = list[int]()
+    original = passes.weight_squares
+
+    def counting(units: Any, at: Any, n: int, found: Any) -> None:
+        read.append(n)
+        original(units, at, n, found)
+
+    monkeypatch.setattr(passes, "weight_squares", counting)
+    weight = torch.randn(70, 33)
+    param, resumed = (torch.nn.Parameter(weight.clone()) for _ in range(2))
+    settings: Any = {"direction": direction, "weight_decay": 0.1, "fused": True}
+    optimizer = MaxFactor([param], **settings)
+    stepped(optimizer, param, 4)
+    assert len(read) == 1
+    other = MaxFactor([resumed], **settings)
+    with torch.no_grad():
+        resumed.copy_(param)
+    other.load_state_dict(optimizer.state_dict())
+    for each, own in ((optimizer, param), (other, resumed)):
+        stepped(each, own, 3)
+    assert torch.equal(param, resumed)  # bit for bit, though one of them read W again
+    assert len(read) == 2
+    with torch.no_grad():
+        param.mul_(3.0)
+        resumed.data = 3.0 * resumed.data  # in another place
+    for each, own in ((optimizer, param), (other, resumed)):
+        stepped(each, own, 2)
+    assert torch.equal(param, resumed)
+    assert len(read) == 4
+
+
+def test_the_initial_size_needs_no_sums_of_weights() -> None:
+    param = torch.nn.Parameter(torch.randn(70, 33))
+    optimizer = MaxFactor([param], direction="factored", scale="initial", fused=True)
+    stepped(optimizer, param, 2)
+    (runner,) = optimizer._runners.values()
+    assert runner._weight_sums.find([param]) is None
+
+
+@pytest.mark.parametrize("settings", [{}, {"direction": "factored"}, FAST], ids=["1", "2", "3"])
+def test_torchs_defaults_do_not_matter(settings: dict[str, Any]) -> None:
+    found = []
+    for dtype, device in [(torch.float32, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")]:
+        param = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 60 * 33).view(60, 33))
+        grads = [torch.sin(7.0 * param.detach()), torch.cos(9.0 * param.detach())]
+        optimizer = MaxFactor([param], fused=True, **settings)
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(device)
+        try:
+            for grad in grads:
+                param.grad = grad
+                optimizer.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.set_default_device(None)
+        found.append(param.detach())
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+def test_gradients_that_are_negated_when_they_are_read() -> None:
+    grad = torch.randn(60, 33)
+    params = [torch.nn.Parameter(torch.ones(60, 33)) for _ in range(2)]
+    for param, given in zip(params, [grad.clone(), torch._neg_view(-grad)], strict=True):
+        param.grad = given
+        MaxFactor([param], fused=True).step()
+    assert torch.equal(*params)
 
 
 @pytest.mark.parametrize("settings", [{}, {"direction": "factored"}, FAST], ids=["1", "2", "3"])

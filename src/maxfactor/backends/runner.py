@@ -9,6 +9,7 @@ from torch import Tensor
 from maxfactor.backends.guard import Guard
 from maxfactor.backends.step_io import StepResult
 from maxfactor.backends.torch.step import step as torch_step
+from maxfactor.backends.torch.weight_sums import WeightSums
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ class Runner:
     """
 
     def __init__(self, sharing: Sharing | None = None) -> None:
-        self._guard = Guard()
+        self._guard, self._weight_sums = Guard(), WeightSums()
         self._sharing = sharing
         self.fused: FusedStep | None = None
         self._result = StepResult()
@@ -62,9 +63,8 @@ class Runner:
     ) -> StepRecord | None:
         """Take a step by the torch backend, with the guard on the host; return its record."""
         check, foreach = execution.nonfinite != "ignore", bool(execution.foreach)
-        result = torch_step(
-            inputs, check=check, foreach=foreach, compiled=compiled, records=records
-        )
+        sums = self._weight_sums if compiled else None
+        result = torch_step(inputs, check=check, foreach=foreach, compiled=sums, records=records)
         if result.bad is not None:
             self._guard.failed(result.bad, execution.nonfinite)
         else:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from maxfactor.backends.step_io import StepInput
     from maxfactor.backends.torch.batch import Rounds
+    from maxfactor.backends.torch.weight_sums import WeightSums
 
 CPU_BLOCK = 1 << 19  # elements: two float32 buffers of this size fit into the cache
 DEVICE_BLOCK = 1 << 24  # elements: small compared with the memory of a device
@@ -43,7 +44,7 @@ def step(
     *,
     check: bool,
     foreach: bool = False,
-    compiled: bool = False,
+    compiled: WeightSums | None = None,
     records: bool = False,
 ) -> StepResult:
     """Take one step for each parameter; with `check`, skip all if a gradient is not finite.
@@ -52,22 +53,22 @@ def step(
         inputs: The parameters. They and their states are updated in place.
         check: Whether to check that all gradients are finite, before anything is written.
         foreach: Whether to batch all tensors of one shape, not only those of `is_batched`.
-        compiled: Whether passes over matrices are compiled; not in a step that is measured.
+        compiled: What compiled passes over matrices found in the last step; None for torch
+            operations alone, which also take a step that is measured.
         records: Whether to measure the step; not for sharded parameters.
     """
     groups = process_groups(each.param for each in inputs)
     grads = [each.grad for each in inputs]
     if any(is_sharded(each.param) for each in inputs):
         grads = local_gradients(inputs)
-    uses_passes = compiled and not records
-    is_compiled = {i for i, each in enumerate(inputs) if uses_passes and has_compiled_passes(each)}
-    batches = sort_into_batches(inputs, grads, is_compiled, foreach=foreach, shared=not groups)
+    sums = None if records else compiled
+    batches = sort_into_batches(inputs, grads, sums, foreach=foreach, shared=not groups)
     if groups:
         result = run_on_all(list(batches), inputs, groups, check=check)
     elif records:
         result = run_recorded(list(batches), inputs, check=check)
-    elif is_compiled:
-        result = run_compiled(batches, inputs, check=check)
+    elif sums is not None:
+        result = run_compiled(batches, inputs, sums, check=check)
     else:
         result = run_alone(batches, inputs, check=check)
     for each in [] if result.bad else inputs:
@@ -87,11 +88,12 @@ def run_recorded(measured: list[Batch], inputs: Sequence[StepInput], *, check: b
 
 
 def run_compiled(
-    batches: Iterator[Batch], inputs: Sequence[StepInput], *, check: bool
+    batches: Iterator[Batch], inputs: Sequence[StepInput], sums: WeightSums, *, check: bool
 ) -> StepResult:
     """Run the rounds in one process, with compiled passes. Imported here, as it needs Numba."""
     from maxfactor.backends.torch.compiled.batch import threads_of_torch
 
+    sums.begin()
     with threads_of_torch():
         return run_alone(batches, inputs, check=check)
 
@@ -102,13 +104,16 @@ def run_compiled(
 def sort_into_batches(
     inputs: Sequence[StepInput],
     grads: Sequence[Tensor],
-    is_compiled: set[int],
+    sums: WeightSums | None,
     *,
     foreach: bool,
     shared: bool,
 ) -> Iterator[Batch]:
     """Sort parameters into batches of one shape, which share scratch buffers if `shared`."""
     scratch = Scratch()
+    is_compiled = set[int]()
+    if sums is not None:
+        is_compiled = {i for i, each in enumerate(inputs) if has_compiled_passes(each)}
     alike: dict[tuple[Any, object], list[int]] = {}
     for index, each in enumerate(inputs):
         if each.param.numel() == 0:
@@ -126,11 +131,11 @@ def sort_into_batches(
         when = "device" if isinstance(count, Tensor) else count
         alike.setdefault((when, key), []).append(index)
     for (count, _), indices in alike.items():
-        if indices[0] in is_compiled:
+        if sums is not None and indices[0] in is_compiled:
             from maxfactor.backends.torch.compiled.batch import CompiledBatch
 
             members = [inputs[i] for i in indices]
-            yield CompiledBatch(members, [grads[i] for i in indices], count + 1, scratch)
+            yield CompiledBatch(members, [grads[i] for i in indices], count + 1, scratch, sums)
             continue
         block = block_size(inputs[indices[0]].param.device, foreach=foreach)
         for chunk in chunks(indices, block // inputs[indices[0]].param.numel()):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from maxfactor.backends.step_io import StepInput
     from maxfactor.backends.torch.batch import Variance
     from maxfactor.backends.torch.blocks import Scratch
+    from maxfactor.backends.torch.weight_sums import WeightSums
     from maxfactor.rule.reference import Scalar
 
 UNIT = 1 << 16  # elements of a unit of work: G and W of it fit into a core's cache
@@ -56,11 +57,16 @@ class CompiledBatch(Batch):
     """float32 matrices of one shape on a CPU, in one process."""
 
     def __init__(
-        self, inputs: Sequence[StepInput], grads: Sequence[Tensor], t: Scalar, scratch: Scratch
+        self,
+        inputs: Sequence[StepInput],
+        grads: Sequence[Tensor],
+        t: Scalar,
+        scratch: Scratch,
+        weight_sums: WeightSums,
     ) -> None:
-        whole = [grad.contiguous() for grad in grads]
+        whole = [grad.resolve_neg().contiguous() for grad in grads]  # as it is in memory
         super().__init__(inputs, whole, t, math.prod(inputs[0].param.shape), scratch)
-        self.units = units_of(*self.shape)
+        self.units, self.weight_sums = units_of(*self.shape), weight_sums
 
     def _run(self, function: Callable[..., None], *arguments: Any) -> None:
         """Run a pass over all units."""
@@ -76,16 +82,18 @@ class CompiledBatch(Batch):
 
     def _squares_by_row_and_column(self) -> tuple[Tensor, Tensor]:
         k, m, n = self.shape
-        by_row = torch.empty(k, m, 1)
-        by_column = torch.empty(len(self.units), n)
+        by_row = new((k, m, 1))
+        by_column = new((len(self.units), n))
         self._run(passes.gradient_squares, self._g_at, n, by_row.numpy()[..., 0], by_column.numpy())
         return by_row, by_column.view(k, -1, n).sum(dim=1, keepdim=True)
 
     def _weight_squares(self) -> Tensor:
         if self._keeps_to_first:
             return super()._weight_squares()
-        found = torch.empty(len(self.units), dtype=torch.float64)
-        self._run(passes.weight_squares, self._w_at, self.shape[2], found.numpy())
+        found = self.weight_sums.find(self.params)
+        if found is None:
+            found = new((len(self.units),), torch.float64)
+            self._run(passes.weight_squares, self._w_at, self.shape[2], found.numpy())
         parts = self._usual_parts(found, self.params)
         if parts is None:
             parts = super()._weight_squares()
@@ -124,7 +132,7 @@ class CompiledBatch(Batch):
     def _measure(self, update: Update) -> dict[str, Reduction]:
         found = dict[str, Reduction]()
         if self.rule.needs_norm:
-            sums = torch.empty(len(self.units), dtype=torch.float64)
+            sums = new((len(self.units),), torch.float64)
             self._run(passes.update_squares, self._g_at, *self._roots(update), sums.numpy())
             parts = self._usual_parts(sums, self.grads)
             found["squares"] = Reduction(self._unusual_parts(update) if parts is None else parts)
@@ -157,16 +165,25 @@ class CompiledBatch(Batch):
         keep: Scalar,
     ) -> None:
         k, m, n = self.shape
+        # With the initial RMS no later step asks for them.
+        needed = 0 if self.rule.keeps_initial_rms else len(self.units)
+        found = new((needed,), torch.float64)
+        by_matrix = self._by_matrix(keep)
         if self.rule.moves_by_sign:
-            by_row = torch.as_tensor(coef).expand(k, m, 1)[..., 0].contiguous()
-            of_tensor = self._by_matrix(keep)
-            self._run(passes.write_signs, self._g_at, self._w_at, n, by_row.numpy(), of_tensor)
-            increment_version(self.params)
-            return
-        roots = self._roots(update)
-        arguments = (self._by_matrix(coef), self._by_matrix(keep))
-        self._run(passes.write_updates, self._g_at, self._w_at, *roots, *arguments)
+            by_row = (
+                torch.as_tensor(coef, dtype=torch.float32, device="cpu")
+                .expand(k, m, 1)[..., 0]
+                .contiguous()
+                .numpy()
+            )
+            given: tuple[Any, ...] = (n, by_row, by_matrix, found.numpy())
+            self._run(passes.write_signs, self._g_at, self._w_at, *given)
+        else:
+            given = (*self._roots(update), self._by_matrix(coef), by_matrix, found.numpy())
+            self._run(passes.write_updates, self._g_at, self._w_at, *given)
         increment_version(self.params)
+        if needed:
+            self.weight_sums.keep(self.params, found)
 
     def _filter_and_write(self, update: Update, alpha: Scalar, keep: Scalar) -> Tensor:
         """Equations (10) to (13) and the write, in one pass; returns the sums of FAM's band."""
@@ -176,7 +193,7 @@ class CompiledBatch(Batch):
         of_average = (1 - memory.mix) / memory.correction
         given = (update.factor, 1 - memory.beta, of_average, memory.mix, alpha, keep)
         scalars = np.stack([self._by_matrix(each) for each in given], axis=-1)
-        totals = torch.empty(len(self.units), 2, dtype=torch.float64)
+        totals = new((len(self.units), 2), torch.float64)
         codes = addresses([state["momentum"] for state in self.states])
         scales = addresses([state["momentum_scale"] for state in self.states])
         self._run(
@@ -194,7 +211,7 @@ class CompiledBatch(Batch):
 
     def _by_matrix(self, value: Tensor | Scalar) -> Any:
         """A number, or one of each matrix, as (k,) in float32."""
-        tensor = torch.as_tensor(value, dtype=torch.float32).reshape(-1)
+        tensor = torch.as_tensor(value, dtype=torch.float32, device="cpu").reshape(-1)
         return tensor.expand(self.shape[0]).contiguous().numpy()
 
 
@@ -211,6 +228,11 @@ def units_of(k: int, m: int, n: int) -> Any:
         [(i, start, min(start + rows, m)) for i in range(k) for start in range(0, m, rows)],
         dtype=np.int64,
     )
+
+
+def new(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor on the CPU, whatever torch's defaults are."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def addresses(tensors: Sequence[Tensor]) -> Any:
