@@ -32,7 +32,7 @@ from maxfactor.backends.torch.blocks import (
     write_back,
 )
 from maxfactor.distributed.owner_exchange import ExchangedMatrix
-from maxfactor.distributed.placement import local, positions
+from maxfactor.distributed.placement import is_sharded, local, positions
 from maxfactor.distributed.reductions import Reduction, groups_over
 from maxfactor.rule import reference, squares
 from maxfactor.rule.fam import band_totals
@@ -81,7 +81,9 @@ class Batch:
         self.rule, self.lr = first.rule, host_scalar(first.lr)
         self.block, self.scratch = block, scratch
         self.params = [local(each.param) for each in inputs]
-        self.states = [{key: local(x) for key, x in each.state.items()} for each in inputs]
+        self.states = [each.state for each in inputs]
+        if is_sharded(first.param):
+            self.states = [{key: local(x) for key, x in each.state.items()} for each in inputs]
         self.count = first.param.numel()  # of the whole tensor
         self.is_small = self.count <= SMALL
         self.may_read = self.params[0].device.type == "cpu"  # where reading a value is free

@@ -106,12 +106,14 @@ class CompiledBatch(Batch):
         None if squares in float32 may have overflowed, or have lost digits that count. They have
         not in a sum of 0 if the matrix in `values` is 0, too.
         """
-        total = sums.view(self.shape[0], 1, 1, -1).sum(dim=-1)
-        largest = total.amax().item()  # free on the CPU
-        small = (total.reshape(-1) < squares.LOW**2).nonzero().flatten().tolist()  # free, too
-        if not largest <= squares.HIGH**2 or any(bool(values[i].any()) for i in small):
+        total = sums.view(self.shape[0], -1).sum(dim=-1)
+        found = total.tolist()  # reading is free on the CPU
+        if not max(found) <= squares.HIGH**2 or math.isnan(sum(found)):
             return None
-        return squares.usual_parts(total.to(torch.float32))
+        low = (i for i, each in enumerate(found) if each < squares.LOW**2)
+        if any(bool(values[i].any()) for i in low):
+            return None
+        return squares.usual_parts(total.to(torch.float32).view(-1, 1, 1))
 
     def _row_factor(self, variance: Variance) -> Tensor | float:  # noqa: ARG002
         return 1.0
