@@ -226,7 +226,7 @@ def maxfactor_settings(draw: st.DrawFn) -> dict[str, Any]:
         "d": draw(st.sampled_from([1.0, 1.0, 0.2, 3.0, math.inf])),
         "gamma": draw(st.sampled_from([0.99, 0.5, 0.0])),
         "scale": draw(st.sampled_from(["current", "initial", "usual", "raised"])),
-        "usual_from": draw(st.sampled_from([1.0 / 3.0, 0.02, 1.0])),
+        "usual_from": draw(st.sampled_from([None, 0.02, 1.0])),
         "decay_by": draw(st.sampled_from(["lr", "relative_step", "squared_step", "step_size"])),
         "vector_direction": draw(st.sampled_from(["sign_max", "update"])),
     }
@@ -380,7 +380,7 @@ class Bound:
             return now
         if self.first is None:
             assumed = oracle.assumed_size(self.shape, scale)
-            least = self.settings.get("usual_from", 1.0 / 3.0)
+            least = self.settings.get("usual_from") or 1.0 / 3.0
             self.first = oracle.first_size(now, assumed, scale, least)
         return self.first if self.first > 0 else now
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -11,12 +13,13 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import weight_norm
 
-from maxfactor import FAM, MaxFactor, Switches, for_model, recipe
+from maxfactor import FAM, MaxFactor, Switches, for_model, recipe, release_gradients
 from maxfactor.recipes import OWN, PUBLISHED, Recipe
 from maxfactor.settings import MaxFactorSettings
 
@@ -569,7 +572,7 @@ def scaled_layers(*sizes: float) -> torch.nn.Sequential:
 
 
 def usual_from(optimizer: Any) -> float:
-    optimizer.group_steps()  # as a step begins
+    optimizer.look_at_weights()  # as the first step does
     [found] = {g["switches"]["usual_from"] for g in optimizer.param_groups if g["kind"] == "hidden"}
     return float(found)
 
@@ -601,16 +604,110 @@ def test_small_on_purpose_is_clearly_smaller_than_others(
         assert step_sizes(model, for_model(model)) == pytest.approx(expected, rel=1e-2)
 
 
-def test_sizes_are_judged_at_the_first_step() -> None:
+def prepared_by_accelerate(model: torch.nn.Module, optimizer: Any) -> Any:
+    """Its wrapper loads the optimizer's own state."""
+    optimizer.load_state_dict(optimizer.state_dict())
+    return optimizer
+
+
+def rehearsed(model: torch.nn.Module, optimizer: Any) -> Any:
+    get_optimizer_state_dict(model, optimizer)  # takes a step with lr = 0
+    return optimizer
+
+
+def stepped_without_gradients(model: torch.nn.Module, optimizer: Any) -> Any:
+    optimizer.step()
+    return optimizer
+
+
+def resumed_from_nothing(model: torch.nn.Module, optimizer: Any) -> Any:
+    other = for_model(model)
+    other.load_state_dict(optimizer.state_dict())
+    return other
+
+
+def settings_were_asked_for(model: torch.nn.Module, optimizer: Any) -> Any:
+    optimizer.group_steps()
+    optimizer.describe()
+    return optimizer
+
+
+BEFORE_THE_FIRST_STEP = [
+    prepared_by_accelerate, rehearsed, stepped_without_gradients, resumed_from_nothing,
+    settings_were_asked_for,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("happens", BEFORE_THE_FIRST_STEP)
+def test_sizes_are_judged_at_the_first_step(happens: Callable[..., Any]) -> None:
     """Weights may be loaded, broadcast or sharded after the optimizer was built."""
     model = scaled_layers(1.0, 1.0)
-    optimizer = for_model(model)
+    optimizer = happens(model, for_model(model))
     model.load_state_dict(scaled_layers(0.2, 0.2).state_dict())
     assert step_sizes(model, optimizer) == pytest.approx([1.0, 1.0], rel=1e-3)
     assert usual_from(optimizer) == pytest.approx(0.2 * 2 / 3, rel=1e-3)
     for param in model.parameters():
         param.data.mul_(4.0)
     assert usual_from(optimizer) == pytest.approx(0.2 * 2 / 3, rel=1e-3)  # once for the training
+
+
+def by_pickle(both: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(both, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
+def test_a_copy_judges_sizes_too(copied: Callable[[Any], Any]) -> None:
+    model = scaled_layers(0.2, 0.2, 0.1)
+    assert step_sizes(*copied((model, for_model(model)))) == pytest.approx(
+        [1.0, 1.0, 0.1], rel=0.01
+    )
+
+
+def test_frozen_matrices_are_others_too() -> None:
+    """Else the one that is trained, such as a T5's queries, would be as large as the median."""
+    model = scaled_layers(1.7, 1.7, 1.6, 0.4)
+    model[:3].requires_grad_(requires_grad=False)
+    optimizer = for_model(model)
+    assert step_sizes(model, optimizer) == pytest.approx([0.4], rel=1e-3)
+    other = scaled_layers(1.7, 1.7, 1.6, 0.4)
+    other[3].requires_grad_(requires_grad=False)
+    optimizer = for_model(other)
+    step_sizes(other, optimizer)
+    optimizer.add_module(other[3].requires_grad_(requires_grad=True))
+    assert step_sizes(other, optimizer)[3] == pytest.approx(0.4, rel=1e-3)
+
+
+def test_no_matrix_counts_as_more_than_ten_times_its_size() -> None:
+    model = scaled_layers(0.05, 0.05, 0.12)
+    assert step_sizes(model, for_model(model)) == pytest.approx([0.05, 0.05, 1.0], rel=1e-3)
+
+
+def test_quantized_matrices_say_nothing() -> None:
+    """A frozen layer of QLoRA has codes, whose size is not that of the weight."""
+    model = scaled_layers(0.2, 0.2)
+    codes = torch.nn.Parameter(torch.ones(32, 32, dtype=torch.uint8), requires_grad=False)
+    model[0].register_parameter("weight", codes)
+    assert usual_from(for_model(model)) == pytest.approx(0.2 * 2 / 3, rel=1e-3)
+
+
+def test_released_gradients_judge_sizes_once() -> None:
+    """In backward, before any window is stepped."""
+    found = []
+    for released in (False, True):
+        model = scaled_layers(0.2, 0.2, 0.19, 0.1)
+        optimizer = for_model(model)
+        if released:
+            release_gradients(model, optimizer)
+        for _ in range(2):
+            model(torch.randn(4, 32, generator=torch.Generator().manual_seed(0))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((usual_from(optimizer), model[0].weight.detach()))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
 
 
 def test_where_the_weights_say_nothing_a_third_is_on_purpose() -> None:
@@ -628,8 +725,10 @@ def test_where_the_weights_say_nothing_a_third_is_on_purpose() -> None:
 
 def test_the_callers_switches_count() -> None:
     model = scaled_layers(0.2, 0.2)
-    given: dict[str, Any] = {"decay_by": "squared_step", "usual_from": 0.5}
-    assert usual_from(for_model(model, switches=given)) == 0.5
+    given: dict[str, Any] = {"decay_by": "squared_step"}
+    for part in (0.5, 1.0 / 3.0):
+        given["usual_from"] = part
+        assert usual_from(for_model(model, switches=given)) == part
     del given["usual_from"]
     assert usual_from(for_model(model, switches=given)) == pytest.approx(0.2 * 2 / 3, rel=1e-3)
 

@@ -19,6 +19,7 @@ from maxfactor.settings import (
     Switches,
     warn_of_rate,
 )
+from maxfactor.weight_sizes import is_to_be_judged, judge_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
         ) -> list[dict[str, Any]]:
             """Groups for the parameters of a module that are not in `groups` yet."""
 
-        def judge_sizes(self, groups: list[dict[str, Any]], states: Mapping[Tensor, Any]) -> None:
-            """Set what depends on the weights before their first step."""
+        def hidden(self) -> list[Tensor]:
+            """The hidden matrices of the model, frozen ones, too."""
 
 
 class MaxFactor(FactoredOptimizer):
@@ -226,9 +227,17 @@ class MaxFactor(FactoredOptimizer):
             raise
         self._merge_kinds(before)
 
-    def _look_at_weights(self) -> None:
-        if self.sorter is not None:
-            self.sorter.judge_sizes(self.param_groups, self.state)
+    def look_at_weights(self) -> bool:
+        """Set what is small on purpose in groups of hidden matrices that were never stepped.
+
+        Not earlier: weights may be loaded, broadcast or sharded after the optimizer was built.
+        """
+        new = [group for group in self.param_groups if is_to_be_judged(group)]
+        if new:
+            hidden = [] if self.sorter is None else self.sorter.hidden()
+            stepped = [param for group in new for param in group["params"]]
+            judge_sizes(new, dict.fromkeys([*hidden, *stepped]))  # on all ranks in one order
+        return bool(new)
 
     def _merge_kinds(self, first: int) -> None:
         """Move the parameters of groups from index `first` on to older groups like theirs."""

@@ -9,37 +9,29 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict
 from numbers import Real
-from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.linalg import vector_norm
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from maxfactor.attention import head_blocks, is_transposed_linear
-from maxfactor.distributed.placement import is_sharded, local
-from maxfactor.distributed.reductions import Reduction, groups_over, process_groups, reduce_all
+from maxfactor.distributed.placement import is_sharded
 from maxfactor.maxfactor import MaxFactor
 from maxfactor.recipes import COMMON, KINDS, find_recipe
 from maxfactor.settings import (
-    ON_PURPOSE,
     Execution,
     MaxFactorSettings,
-    Switches,
-    as_setting,
     check_lr,
     warn_of_rate,
 )
-from maxfactor.state import NEAR_ZERO
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
 
     from maxfactor.recipes import Recipe, RecipeName
     from maxfactor.settings import Blocks
@@ -63,8 +55,6 @@ INPUT_WIDTHS = (
 # `Wq` and `Wqkv`, too.
 WEIGHT_WORDS = {"weight", "weights", "kernel", "kernels", "w", "proj", "projection"}
 WORD_ENDS = re.compile(r"[\W\d_]+|(?<=[a-z])(?=[A-Z])")
-
-CLEARLY_SMALLER = 2.0 / 3.0  # of the median size of a model's hidden matrices
 
 # A tied weight has several owners. Its kind is the first of these among those of its owners.
 PRECEDENCE = ("adapter", "embedding", "head", "conv", "tensor", "hidden", "vector")
@@ -110,8 +100,8 @@ def for_model(
 
     With "quality", hidden matrices that begin smaller than 1 / sqrt(3 * fan_in) take steps as if
     they had that size, as they would learn too slowly otherwise. Those that are clearly smaller
-    than the model's other hidden matrices keep their own size: they are small on purpose. The first
-    step looks at the weights for that.
+    than the model's other hidden matrices, trained or frozen, keep their own size: they are small
+    on purpose. The first step looks at the weights for that.
 
     Args:
         model: The model itself, not its parameters.
@@ -241,26 +231,9 @@ class ModelSorter:
     def _settings(self, kind: str) -> dict[str, Any]:
         return _group_settings(self._recipe, kind, self._lr, self._overrides)
 
-    def judge_sizes(self, groups: list[dict[str, Any]], states: Mapping[Tensor, object]) -> None:
-        """Before the first step of hidden matrices: what is small on purpose, by their weights.
-
-        Not earlier: weights may be loaded, broadcast or sharded after the optimizer was built.
-        """
-        new = [
-            group
-            for group in groups
-            if group.get("kind") == "hidden"
-            and group["scale"] == "usual"
-            and _switches_of(group)["usual_from"] == ON_PURPOSE
-            and not any(states.get(param) for param in group["params"])
-        ]
-        if not new:
-            return
-        sizes = _relative_sizes([param for group in new for param in group["params"]])
-        if usable := [size for size in sizes if NEAR_ZERO <= size < math.inf]:
-            usual_from = min(1.0, CLEARLY_SMALLER * median(usable))
-            for group in new:
-                group["switches"] = {**_switches_of(group), "usual_from": usual_from}
+    def hidden(self) -> list[Tensor]:
+        """The hidden matrices of the model, frozen ones, too."""
+        return [param for name, param in _named(self.model) if self._kinds.get(name) == "hidden"]
 
     def new_groups(self, module: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Groups for the parameters of a module that are trainable now and not in `groups`."""
@@ -296,40 +269,6 @@ class ModelSorter:
         began = self._settings(guide["kind"])["lr"]
         rates = {key: guide[key] / began for key in ("lr", "initial_lr") if key in guide}
         return {**group, **{key: group["lr"] * share for key, share in rates.items()}}
-
-
-def _switches_of(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's switches, those that are not named at their defaults."""
-    return {**asdict(Switches()), **cast("dict[str, Any]", as_setting(group["switches"]) or {})}
-
-
-def _relative_sizes(params: list[Tensor]) -> list[float]:
-    """The RMS of each matrix in units of 1 / sqrt(3 * fan_in), the same on all ranks."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return []  # a capture may not wait for the device
-    # No weights that are not there, and none of a type that stands for other values.
-    seen = [
-        (param, own)
-        for param in params
-        if not (own := local(param.detach())).is_meta and type(own) is Tensor
-    ]
-    if not seen:
-        return []
-    squares = [
-        Reduction(
-            vector_norm(own, dtype=torch.promote_types(own.dtype, torch.float32)).square(),
-            groups_over(param, range(param.dim())),
-        )
-        for param, own in seen
-    ]
-    totals = reduce_all(squares, process_groups(param for param, _ in seen))
-    device = totals[0].device
-    # Read in one piece, once for the whole training.
-    found: list[float] = torch.stack([total.to(device, torch.float64) for total in totals]).tolist()
-    return [
-        math.sqrt(total * 3 * math.prod(param.shape[1:]) / max(1, param.numel()))
-        for total, (param, _) in zip(found, seen, strict=True)
-    ]
 
 
 def _sinusoids(model: nn.Module) -> set[Tensor]:

@@ -211,8 +211,15 @@ class FactoredOptimizer(Optimizer):
         if not inputs:
             return
         backend = choose(inputs, self._execution)  # may raise, so before any state is made
-        if not self._rehearse(inputs):
-            self._run(runner, inputs, flat, members, backend)
+        if self._rehearse(inputs):
+            return
+        if self.look_at_weights():
+            inputs = self._inputs(self.group_steps(), members)
+        self._run(runner, inputs, flat, members, backend)
+
+    def look_at_weights(self) -> bool:
+        """Before the first step: set what depends on the weights; return whether anything does."""
+        return False
 
     def _run(
         self,
@@ -309,7 +316,7 @@ class FactoredOptimizer(Optimizer):
         Args:
             dtype: Of parameters and gradients; None is each parameter's own.
         """
-        groups, inputs = self._group_steps(), []
+        groups, inputs = self.group_steps(), []
         for each in self.members():
             shape, own = tuple(each.param.shape), dtype or each.param.dtype
             param = torch.empty(shape, dtype=own, device="meta")
@@ -329,13 +336,6 @@ class FactoredOptimizer(Optimizer):
 
     def group_steps(self) -> list[GroupStep]:
         """The rules and learning rate of each group; only changed settings are checked."""
-        self._look_at_weights()
-        return self._group_steps()
-
-    def _look_at_weights(self) -> None:
-        """Set what depends on the weights before their first step, if anything does."""
-
-    def _group_steps(self) -> list[GroupStep]:
         return [
             GroupStep(self._settings(index).rules, _rate(group["lr"]))
             for index, group in enumerate(self.param_groups)

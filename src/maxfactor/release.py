@@ -271,6 +271,7 @@ class GradientRelease:
         flat = self._params_of[window]
         if all(map(operator.is_, map(GRAD, flat), repeat(None))):
             return
+        self._optimizer.look_at_weights()
         rates = [*map(RATE, self._optimizer.param_groups)]
         if not self._groups or not all(map(operator.is_, rates, self._rates)):
             self._groups, self._rates = self._optimizer.group_steps(), rates

@@ -242,7 +242,8 @@ class Switches:
             version 0.2.
         vector_direction: "sign_max" for (9), "update" to move vectors by U itself.
         usual_from: With scale="usual", a matrix below this part of 1 / sqrt(3 * fan_in) is small on
-            purpose and keeps its own size. Optimizers of `for_model` set it in their first step.
+            purpose and keeps its own size. None is a third. With None, optimizers of `for_model`
+            look at the weights of hidden matrices in their first step, and set it.
     """
 
     factor: FactorMode = "auto"
@@ -257,7 +258,7 @@ class Switches:
     step_rule: StepRule = "relative"
     decay_by: DecayBy = "lr"
     vector_direction: VectorDirection = "sign_max"
-    usual_from: float = ON_PURPOSE
+    usual_from: float | None = None
 
     def __post_init__(self) -> None:
         _set(
@@ -274,9 +275,10 @@ class Switches:
                 "vector_direction", self.vector_direction, get_args(VectorDirection)
             ),
         )
-        _set(self, usual_from=check_number("usual_from", self.usual_from))
-        if not 0.0 < self.usual_from <= 1.0:
-            raise ValueError(f"usual_from must lie in (0, 1], got {self.usual_from}")
+        if self.usual_from is not None:
+            _set(self, usual_from=check_number("usual_from", self.usual_from))
+            if not 0.0 < self.usual_from <= 1.0:
+                raise ValueError(f"usual_from must be None or lie in (0, 1], got {self.usual_from}")
         if self.scalar_boost is not None:
             _set(self, scalar_boost=check_positive("scalar_boost", self.scalar_boost))
         for name in ("eps_rms", "mean_eps"):
@@ -498,7 +500,7 @@ class MaxFactorSettings(Settings):
             ramps=switches.step_rule == "ramp",
             keeps_initial_rms=self.scale != "current",
             raises_small=self.scale == "raised",
-            usual_from=switches.usual_from if self.scale == "usual" else 1.0,
+            usual_from=self._usual_from,
             decays_by_lr=switches.decay_by == "lr",
             decays_by_rho=switches.decay_by in ("relative_step", "squared_step"),
             decays_by_square=switches.decay_by == "squared_step",
@@ -518,6 +520,13 @@ class MaxFactorSettings(Settings):
             least_input=LEAST_INPUT if is_orthogonal else 1.0,
             eps1=eps1,
         )
+
+    @property
+    def _usual_from(self) -> float:
+        if self.scale != "usual":
+            return 1.0
+        chosen = self._switches.usual_from
+        return ON_PURPOSE if chosen is None else chosen
 
     def _block_fields(self) -> dict[str, Any]:
         if self.blocks is None:
