@@ -11,13 +11,14 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import weight_norm
+from transformers.pytorch_utils import Conv1D
 
 from maxfactor import FAM, MaxFactor, Switches, for_model, recipe, release_gradients
 from maxfactor.recipes import OWN, PUBLISHED, Recipe
@@ -678,6 +679,28 @@ def test_frozen_matrices_are_others_too() -> None:
     step_sizes(other, optimizer)
     optimizer.add_module(other[3].requires_grad_(requires_grad=True))
     assert step_sizes(other, optimizer)[3] == pytest.approx(0.4, rel=1e-3)
+
+
+def test_matrices_of_gpt2_have_their_inputs_first() -> None:
+    """Sizes from shapes are those of the same layers as torch stores them."""
+    found = []
+    for is_transposed in (True, False):
+        torch.manual_seed(0)
+        shapes = [(32, 96), (32, 32), (32, 128), (128, 32)]  # inputs and outputs
+        layers: list[nn.Module] = [Conv1D(outputs, inputs) for inputs, outputs in shapes]
+        if not is_transposed:
+            for i, (layer, (inputs, outputs)) in enumerate(zip(list(layers), shapes, strict=True)):
+                layers[i] = nn.Linear(inputs, outputs)
+                layers[i].weight = nn.Parameter(cast(Tensor, layer.weight).detach().T.contiguous())
+        model = nn.ModuleDict({str(i): layer for i, layer in enumerate(layers)})
+        optimizer = for_model(model)
+        hidden = [group for group in optimizer.param_groups if group["kind"] == "hidden"]
+        assert [group["transposed"] for group in hidden] == [is_transposed]
+        found.append((step_sizes(model, optimizer), usual_from(optimizer)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-5)
+    whole = [math.sqrt(32 / inputs) for inputs in (32, 32, 32, 128)]
+    assert found[0][0] == pytest.approx(whole, rel=1e-3)
 
 
 def test_no_matrix_counts_as_more_than_ten_times_its_size() -> None:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
         ) -> list[dict[str, Any]]:
             """Groups for the parameters of a module that are not in `groups` yet."""
 
-        def hidden(self) -> list[Tensor]:
-            """The hidden matrices of the model, frozen ones, too."""
+        def hidden(self) -> dict[Tensor, bool]:
+            """The hidden matrices of the model, frozen ones, too; whether they are transposed."""
 
 
 class MaxFactor(FactoredOptimizer):
@@ -75,10 +75,11 @@ class MaxFactor(FactoredOptimizer):
         orthogonal:  V = mean R and s >= .01 in (10), W <- W - alpha * O; vectors move by (9)
         (14)         O = orthogonalised y / sqrt(R C) with RMS 1, or each of its blocks
 
-    A group may have `blocks`, which cuts its matrices for (14): ("rows", 64) orthogonalises blocks
-    of 64 rows one by one, ("columns", 64) blocks of 64 columns. They are the heads of attention
-    matrices, for example; `for_model(..., heads_per_block=1)` finds them. A block is cheaper than
-    the whole matrix.
+    A group may have `transposed=True`, if its matrices have their inputs along the first dimension,
+    as in GPT-2: sizes from shapes depend on the number of inputs. It may have `blocks`, which cuts
+    its matrices for (14): ("rows", 64) orthogonalises blocks of 64 rows one by one, ("columns", 64)
+    blocks of 64 columns. They are the heads of attention matrices, for example;
+    `for_model(..., heads_per_block=1)` finds them. A block is cheaper than the whole matrix.
 
     Args:
         params: Parameters, named parameters or groups, as for any torch optimizer.
@@ -186,7 +187,8 @@ class MaxFactor(FactoredOptimizer):
             "capturable": capturable,
             "nonfinite": nonfinite,
             "switches": switches,
-            "blocks": None,  # of a group, because it depends on the layer
+            "blocks": None,  # of a group, as it depends on the layer; so is the next one
+            "transposed": False,
         }
         super().__init__(params, defaults)
         if "kind" not in self.param_groups[0]:  # else `for_model` has looked at the rate
@@ -234,9 +236,9 @@ class MaxFactor(FactoredOptimizer):
         """
         new = [group for group in self.param_groups if is_to_be_judged(group)]
         if new:
-            hidden = [] if self.sorter is None else self.sorter.hidden()
-            stepped = [param for group in new for param in group["params"]]
-            judge_sizes(new, dict.fromkeys([*hidden, *stepped]))  # on all ranks in one order
+            hidden = {} if self.sorter is None else self.sorter.hidden()
+            stepped = {p: group["transposed"] for group in new for p in group["params"]}
+            judge_sizes(new, {**hidden, **stepped})
         return bool(new)
 
     def _merge_kinds(self, first: int) -> None:
@@ -282,5 +284,5 @@ class MaxFactor(FactoredOptimizer):
 
 
 def _kind_of(group: dict[str, Any]) -> tuple[object, ...]:
-    """The kind of a group, and the blocks of its matrices."""
-    return group["kind"], *(group["blocks"] or ())
+    """The kind of a group, and how its matrices are stored and cut."""
+    return group["kind"], group["transposed"], *(group["blocks"] or ())

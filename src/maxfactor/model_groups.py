@@ -180,6 +180,7 @@ class ModelSorter:
         # By name, as FSDP2 replaces the parameters and must be able to free the old ones. A later
         # freeze, or a new layer, does not change them.
         self._kinds = _kinds_by_name(model)
+        self._transposed = _transposed_names(model)
         self._heads_per_block = heads_per_block
         self._blocks = self._blocks_by_name()
         tables = _sinusoids(model)
@@ -199,15 +200,22 @@ class ModelSorter:
 
     def groups(self, named: Iterable[tuple[str, Tensor]]) -> list[dict[str, Any]]:
         """A group with the recipe's settings for each kind among these parameters."""
-        alike: dict[tuple[str, Blocks | None], list[tuple[str, Tensor]]] = {}
+        alike: dict[tuple[str, bool, Blocks | None], list[tuple[str, Tensor]]] = {}
         for name, param in named:
             if name not in self.left_out:
-                key = self._kinds[name], self._blocks.get(name)
+                key = self._kinds[name], name in self._transposed, self._blocks.get(name)
                 alike.setdefault(key, []).append((name, param))
-        order = sorted(alike, key=lambda key: (KINDS.index(key[0]), key[1] or ()))  # whole first
+        # Whole matrices first.
+        order = sorted(alike, key=lambda key: (KINDS.index(key[0]), key[1], key[2] or ()))
         return [
-            {"params": alike[kind, blocks], "kind": kind, "blocks": blocks, **self._settings(kind)}
-            for kind, blocks in order
+            {
+                "params": alike[kind, transposed, blocks],
+                "kind": kind,
+                "transposed": transposed,
+                "blocks": blocks,
+                **self._settings(kind),
+            }
+            for kind, transposed, blocks in order
         ]
 
     def _blocks_by_name(self) -> dict[str, Blocks]:
@@ -231,9 +239,13 @@ class ModelSorter:
     def _settings(self, kind: str) -> dict[str, Any]:
         return _group_settings(self._recipe, kind, self._lr, self._overrides)
 
-    def hidden(self) -> list[Tensor]:
-        """The hidden matrices of the model, frozen ones, too."""
-        return [param for name, param in _named(self.model) if self._kinds.get(name) == "hidden"]
+    def hidden(self) -> dict[Tensor, bool]:
+        """The hidden matrices of the model, frozen ones, too; whether they are transposed."""
+        return {
+            param: name in self._transposed
+            for name, param in _named(self.model)
+            if self._kinds.get(name) == "hidden"
+        }
 
     def new_groups(self, module: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Groups for the parameters of a module that are trainable now and not in `groups`."""
@@ -247,6 +259,7 @@ class ModelSorter:
                 f"of this optimizer, of shapes {', '.join(shapes[:3])}; give a part of that model"
             )
         self._kinds = {**_kinds_by_name(self.model), **self._kinds}  # it may have new layers
+        self._transposed |= _transposed_names(self.model)
         self._blocks = {**self._blocks_by_name(), **self._blocks}
         new = inside - {param for group in groups for param in group["params"]}
         added = self.groups((name, param) for name, param in self.named() if param in new)
@@ -300,7 +313,8 @@ def _is_table(weight: Tensor) -> bool:
 
 
 def _check_names(overrides: dict[str, Any]) -> None:
-    known = sorted({*MaxFactorSettings.names(), *Execution.names()} - {"lr", "blocks"})
+    of_layers = {"blocks", "transposed"}
+    known = sorted({*MaxFactorSettings.names(), *Execution.names()} - {"lr", *of_layers})
     if "blocks" in overrides:
         raise TypeError(
             f"for_model() has no setting 'blocks', got {overrides['blocks']!r}: they depend on the "
@@ -378,6 +392,16 @@ def _named(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _kinds_by_name(model: nn.Module) -> dict[str, str]:
     kinds = _kinds(model)
     return {name: kinds[param] for name, param in _named(model)}
+
+
+def _transposed_names(model: nn.Module) -> set[str]:
+    """The weights of linear layers that have their inputs along the first dimension."""
+    transposed = {
+        param
+        for module, key, param in _owned(model)
+        if key == "weight" and is_transposed_linear(module)
+    }
+    return {name for name, param in _named(model) if param in transposed}
 
 
 def _kinds(model: nn.Module) -> dict[Tensor, str]:

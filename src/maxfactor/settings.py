@@ -91,6 +91,7 @@ class TensorRule:
     keeps_initial_rms: bool = False  # the size in (3) is the RMS before the first step
     raises_small: bool = False  # ... or that of He's initialisation, if it is larger
     usual_from: float = 1.0  # ... or the size from its shape, if it is at least this part of that
+    transposed: bool = False  # a matrix has its inputs along the first dimension
     # (4) decay by lr, by rho, or by alpha if both are False
     weight_decay: float
     decays_by_lr: bool = False
@@ -394,6 +395,7 @@ class MaxFactorSettings(Settings):
     direction: Direction = "sign_max"
     scale: Scale = "current"
     blocks: Blocks | None = None
+    transposed: bool = False
     switches: Switches | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -409,6 +411,7 @@ class MaxFactorSettings(Settings):
             direction=check_choice("direction", self.direction, get_args(Direction)),
             scale=check_choice("scale", self.scale, get_args(Scale)),
             blocks=check_blocks(self.blocks),
+            transposed=check_flag("transposed", self.transposed),
             switches=from_mapping(
                 Switches, {} if self.switches is None else self.switches, "switches"
             ),
@@ -501,6 +504,7 @@ class MaxFactorSettings(Settings):
             keeps_initial_rms=self.scale != "current",
             raises_small=self.scale == "raised",
             usual_from=self._usual_from,
+            transposed=self.transposed,
             decays_by_lr=switches.decay_by == "lr",
             decays_by_rho=switches.decay_by in ("relative_step", "squared_step"),
             decays_by_square=switches.decay_by == "squared_step",

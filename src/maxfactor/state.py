@@ -217,10 +217,15 @@ def size_from_shape(shape: Shape, rule: TensorRule) -> float:
     """
     if len(shape) < 2 or math.prod(shape) == 0:
         return 0.0
-    fan_in = math.prod(shape[1:])
+    inputs = fan_in(shape, transposed=rule.transposed)
     if rule.raises_small:
-        return min(LARGEST_RAISED, math.sqrt(2.0 / fan_in))
-    return 1.0 / math.sqrt(3.0 * fan_in)
+        return min(LARGEST_RAISED, math.sqrt(2.0 / inputs))
+    return 1.0 / math.sqrt(3.0 * inputs)
+
+
+def fan_in(shape: Shape, *, transposed: bool) -> int:
+    """The number of inputs that each output of a layer with such a weight has."""
+    return shape[0] if transposed else math.prod(shape[1:])
 
 
 def _zeros(param: Tensor, key: str, shape: Shape, dtype: torch.dtype, rule: TensorRule) -> Tensor:

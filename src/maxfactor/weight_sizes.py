@@ -15,7 +15,7 @@ from torch.linalg import vector_norm
 from maxfactor.distributed.placement import local
 from maxfactor.distributed.reductions import Reduction, groups_over, process_groups, reduce_all
 from maxfactor.settings import ON_PURPOSE, Switches, as_setting
-from maxfactor.state import NEAR_ZERO
+from maxfactor.state import NEAR_ZERO, fan_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,8 +35,13 @@ def is_to_be_judged(group: Mapping[str, Any]) -> bool:
     return getattr(switches, "usual_from", None) is None
 
 
-def judge_sizes(groups: Iterable[dict[str, Any]], params: Iterable[Tensor]) -> None:
-    """Set `usual_from` in groups by the sizes of all hidden matrices of their model."""
+def judge_sizes(groups: Iterable[dict[str, Any]], params: Mapping[Tensor, bool]) -> None:
+    """Set `usual_from` in groups by the sizes of all hidden matrices of their model.
+
+    Args:
+        groups: Those of `is_to_be_judged`.
+        params: The matrices, and whether they are transposed; on all ranks in one order.
+    """
     sizes = relative_sizes(params)
     usual_from = ON_PURPOSE
     if usable := [size for size in sizes if NEAR_ZERO <= size < math.inf]:
@@ -45,14 +50,14 @@ def judge_sizes(groups: Iterable[dict[str, Any]], params: Iterable[Tensor]) -> N
         group["switches"] = {**_switches_of(group), "usual_from": usual_from}
 
 
-def relative_sizes(params: Iterable[Tensor]) -> list[float]:
+def relative_sizes(params: Mapping[Tensor, bool]) -> list[float]:
     """The RMS of each matrix in units of 1 / sqrt(3 * fan_in), the same on all ranks."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return []  # a capture may not wait for the device
     # No weights that are not there, and none of a type that stands for other values.
     seen = [
-        (param, own)
-        for param in params
+        (param, own, is_transposed)
+        for param, is_transposed in params.items()
         if not (own := local(param.detach())).is_meta
         and type(own) is Tensor
         and own.dtype in READABLE
@@ -64,15 +69,15 @@ def relative_sizes(params: Iterable[Tensor]) -> list[float]:
             vector_norm(own, dtype=torch.promote_types(own.dtype, torch.float32)).square(),
             groups_over(param, range(param.dim())),
         )
-        for param, own in seen
+        for param, own, _ in seen
     ]
-    totals = reduce_all(squares, process_groups(param for param, _ in seen))
+    totals = reduce_all(squares, process_groups(param for param, *_ in seen))
     device = totals[0].device
     # Read in one piece, once for the whole training. Some devices have no float64.
     found: list[float] = torch.stack([total.to(device, torch.float32) for total in totals]).tolist()
     return [
-        math.sqrt(total * 3 * math.prod(param.shape[1:]) / max(1, param.numel()))
-        for total, (param, _) in zip(found, seen, strict=True)
+        math.sqrt(total * 3 * fan_in(tuple(param.shape), transposed=how) / max(1, param.numel()))
+        for total, (param, _, how) in zip(found, seen, strict=True)
     ]
 
 

@@ -41,5 +41,7 @@ def _summary(optimizer: maxfactor.MaxFactor | maxfactor.Adafactor) -> dict[str, 
 
 def _label(group: dict[str, Any], index: int) -> str:
     """The kind of a group, such as `hidden`, with its blocks, such as `hidden_64_rows`."""
-    parts = (group.get("kind", index), *reversed(group.get("blocks") or ()))
+    parts = [group.get("kind", index), *reversed(group.get("blocks") or ())]
+    if group.get("transposed"):
+        parts.append("transposed")
     return "_".join(map(str, parts))
