@@ -18,10 +18,10 @@ from cases import LONG_ROWS, SHAPES, VARIANTS, arguments, problem, published
 from comparison import compare_with_rule
 from maxfactor import FAM, Adafactor, MaxFactor, for_model, release_gradients, rule
 from maxfactor.backends import dispatch
-from maxfactor.backends.torch.batch import Batch
 from maxfactor.backends.torch.compiled import batch as compiled
 from maxfactor.backends.torch.compiled import passes
 from maxfactor.recipes import RecipeName
+from maxfactor.rule import squares
 from maxfactor.settings import AdafactorSettings
 
 # Several units, the last of which is short; two of one shape; rows that are no multiple of four.
@@ -120,8 +120,7 @@ def test_rows_and_matrices_without_a_gradient(
     settings: dict[str, Any], counted: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in an embedding: rows that never had one, next to others, and a weight of zeros."""
-    monkeypatch.setattr(Batch, "_weight_squares", None)  # nor is anything copied because of them
-    monkeypatch.setattr(compiled.CompiledBatch, "_unusual_parts", None)
+    monkeypatch.setattr(squares, "parts_by_row", None)  # nor is anything copied because of them
     cases = cases_of([(60, 33), (60, 33), (60, 33)])
     for grad in cases[0].grads:
         grad[20:] = 0.0
@@ -203,6 +202,26 @@ def test_sums_of_weights_are_found_while_they_are_written(
         stepped(each, own, 2)
     assert torch.equal(param, resumed)
     assert len(read) == 4
+
+
+@pytest.mark.parametrize("settings", [{}, {"direction": "factored"}, FAST], ids=["1", "2", "3"])
+def test_a_matrix_does_not_depend_on_the_others_of_its_batch(settings: dict[str, Any]) -> None:
+    """So released gradients, which come window by window, leave the same bits."""
+    torch.manual_seed(0)
+    sizes = [1.0, 1e-25, 3.0, 0.0, 1e19]
+    weights = [size * torch.randn(80, 500) for size in sizes]
+    together = [torch.nn.Parameter(weight.clone()) for weight in weights]
+    alone = [torch.nn.Parameter(weight.clone()) for weight in weights]
+    optimizers = [MaxFactor(together, fused=True, weight_decay=0.1, **settings)]
+    optimizers += [MaxFactor([own], fused=True, weight_decay=0.1, **settings) for own in alone]
+    for number in range(3):
+        for own, other in zip(together, alone, strict=True):
+            own.grad = torch.randn(80, 500) * 10.0**number
+            other.grad = own.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for own, other in zip(together, alone, strict=True):
+        assert torch.equal(own, other)
 
 
 def test_the_initial_size_needs_no_sums_of_weights() -> None:

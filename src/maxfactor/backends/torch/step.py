@@ -125,7 +125,8 @@ def sort_into_batches(
         )  # fmt: skip
         is_alone = is_sharded(each.param) or is_batch_of_matrices(each)
         if index in is_compiled:
-            key = ("compiled", *key)
+            # Each matrix by itself, so a batch may cross windows, and still leaves the same bits.
+            key = ("compiled", each.param.shape, each.group)
         elif is_alone or not (foreach or is_batched(each)):
             key = (index,)
         when = "device" if isinstance(count, Tensor) else count

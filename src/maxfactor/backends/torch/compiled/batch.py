@@ -67,6 +67,8 @@ class CompiledBatch(Batch):
         whole = [grad.resolve_neg().contiguous() for grad in grads]  # as it is in memory
         super().__init__(inputs, whole, t, math.prod(inputs[0].param.shape), scratch)
         self.units, self.weight_sums = units_of(*self.shape), weight_sums
+        # Nothing may depend on which matrices are in one batch: no number is read to save a pass.
+        self.is_small = True
 
     def _run(self, function: Callable[..., None], *arguments: Any) -> None:
         """Run a pass over all units."""
@@ -94,26 +96,30 @@ class CompiledBatch(Batch):
         if found is None:
             found = new((len(self.units),), torch.float64)
             self._run(passes.weight_squares, self._w_at, self.shape[2], found.numpy())
-        parts = self._usual_parts(found, self.params)
-        if parts is None:
-            parts = super()._weight_squares()
-            self.weights = None  # copies, which are not those that are written
-        return parts
+        return self._parts(found, self.params, lambda _, w: w)
 
-    def _usual_parts(self, sums: Tensor, values: Sequence[Tensor]) -> Tensor | None:
+    def _parts(
+        self, sums: Tensor, tensors: Sequence[Tensor], values: Callable[[int, Tensor], Tensor]
+    ) -> Tensor:
         """Sums of squares by unit as the parts of each matrix, (k, 1, 1, 3).
 
-        None if squares in float32 may have overflowed, or have lost digits that count. They have
-        not in a sum of 0 if the matrix in `values` is 0, too.
+        Where squares in float32 may have overflowed, or have lost digits that count, they are
+        summed anew.
+
+        Args:
+            sums: What a pass has found, (units,).
+            tensors: What the values are 0 with.
+            values: What was squared, of a matrix (m, n) by its number and tensor.
         """
         total = sums.view(self.shape[0], -1).sum(dim=-1)
-        found = total.tolist()  # reading is free on the CPU
-        if not max(found) <= squares.HIGH**2 or math.isnan(sum(found)):
-            return None
-        low = (i for i, each in enumerate(found) if each < squares.LOW**2)
-        if any(bool(values[i].any()) for i in low):
-            return None
-        return squares.usual_parts(total.to(torch.float32).view(-1, 1, 1))
+        parts = squares.usual_parts(total.to(torch.float32))
+        for i, each in enumerate(total.tolist()):  # reading is free on the CPU
+            is_usual = squares.LOW**2 <= each <= squares.HIGH**2
+            if is_usual or (each == 0.0 and not tensors[i].any()):
+                continue
+            exact = values(i, tensors[i].view(self.shape[1:]))
+            parts[i] = squares.parts_by_row(exact, may_read=True).sum(dim=-2)
+        return parts.view(-1, 1, 1, 3)
 
     def _row_factor(self, variance: Variance) -> Tensor | float:  # noqa: ARG002
         return 1.0
@@ -136,8 +142,13 @@ class CompiledBatch(Batch):
         if self.rule.needs_norm:
             sums = new((len(self.units),), torch.float64)
             self._run(passes.update_squares, self._g_at, *self._roots(update), sums.numpy())
-            parts = self._usual_parts(sums, self.grads)
-            found["squares"] = Reduction(self._unusual_parts(update) if parts is None else parts)
+            row, col = _roots_of(update.variance)
+            most = self.rule.variance_floor**-0.5
+
+            def values(i: int, g: Tensor) -> Tensor:
+                return g * (row[i] * col[i]).clamp(max=most)
+
+            found["squares"] = Reduction(self._parts(sums, self.grads, values))
         if self.rule.divides_by_peak:
             row_max = self._new_column()
             out = row_max.numpy()[..., 0]
@@ -146,18 +157,6 @@ class CompiledBatch(Batch):
             if self.rule.moves_by_sign:
                 found["row_max"] = Reduction(row_max)
         return found
-
-    def _unusual_parts(self, update: Update) -> Tensor:
-        """The sum of U^2 of each matrix in parts, for very large and very small values."""
-        row, col = _roots_of(update.variance)
-        most = self.rule.variance_floor**-0.5
-        by_matrix = [
-            squares.parts_by_row(
-                g.view(1, *self.shape[1:]) * (r * c).clamp(max=most), may_read=True
-            ).sum(dim=-2)
-            for g, r, c in zip(self.grads, row, col, strict=True)
-        ]
-        return torch.cat(by_matrix).reshape(-1, 1, 1, 3)
 
     def _apply(
         self,
