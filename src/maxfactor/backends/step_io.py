@@ -29,7 +29,7 @@ class StepInput:
     """A parameter with its gradient, rule and state. A backend updates the state in place.
 
     It never writes to the gradient. The state is empty until a backend has been chosen. `group` is
-    the index of the parameter's group; no batch crosses a `window`.
+    the index of the parameter's group; no batch whose results depend on it crosses a `window`.
     """
 
     name: str
