@@ -134,6 +134,8 @@ def test_a_size_from_a_shape() -> None:
     assert size_from_shape((400, 300), initial) == pytest.approx(
         float(linear.square().mean().sqrt()), rel=0.01
     )
+    transposed = rule_of((300, 400), scale="usual", transposed=True)
+    assert size_from_shape((300, 400), transposed) == size_from_shape((400, 300), usual)
     assert size_from_shape((4, 3, 5), initial) == 1.0 / math.sqrt(45.0)
     assert size_from_shape((2, 1), initial) == 1.0 / math.sqrt(3.0)
     he = torch.nn.init.kaiming_normal_(torch.empty(400, 800), nonlinearity="relu")

@@ -81,7 +81,7 @@ def rebuilt(optimizer: FactoredOptimizer, state_dict: dict[str, Any]) -> Factore
     for group in optimizer.param_groups:
         params = [param.detach().clone().requires_grad_() for param in group["params"]]
         groups.append({"params": params})
-    of_groups = ("blocks", "differentiable")  # no arguments of an optimizer
+    of_groups = ("blocks", "transposed", "differentiable")  # no arguments of an optimizer
     defaults = {key: own for key, own in optimizer.defaults.items() if key not in of_groups}
     made = type(optimizer)(groups, **defaults)
     made.load_state_dict(state_dict)
