@@ -667,6 +667,28 @@ def test_a_copy_judges_sizes_too(copied: Callable[[Any], Any]) -> None:
     )
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
+def test_a_copy_knows_its_model(copied: Callable[[Any], Any]) -> None:
+    model = scaled_layers(1.7, 1.7, 1.6, 0.4)
+    model[:3].requires_grad_(requires_grad=False)
+    other, optimizer = copied((model, for_model(model)))
+    assert step_sizes(other, optimizer) == pytest.approx([0.4], rel=1e-3)  # frozen ones count, too
+    optimizer.add_module(other[0].requires_grad_(requires_grad=True))
+    assert len(step_sizes(other, optimizer)) == 2
+
+
+def test_a_group_of_hidden_matrices_that_was_inserted_by_hand() -> None:
+    model = scaled_layers(1.0, 1.0)
+    optimizer: Any = for_model(model)
+    group = optimizer.param_groups[0]
+    added = {"params": [group["params"].pop()], "param_names": [group["param_names"].pop()]}
+    optimizer.param_groups.append({**added, "lr": 0.01, "kind": "hidden"})
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()  # with the defaults of the class
+    assert len(optimizer.state) == len(list(model.parameters()))
+
+
 def test_frozen_matrices_are_others_too() -> None:
     """Else the one that is trained, such as a T5's queries, would be as large as the median."""
     model = scaled_layers(1.7, 1.7, 1.6, 0.4)
@@ -779,3 +801,26 @@ def test_a_checkpoint_keeps_what_was_small_on_purpose() -> None:
 def test_usual_from_is_a_part(usual: float) -> None:
     with pytest.raises(ValueError, match="usual_from must"):
         Switches(usual_from=usual)
+
+
+class MixedBlock(nn.Module):
+    """A block of a mixture model, which has experts or not."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inside = nn.Linear(16, 64)  # as wide as the vocabulary, by coincidence
+        self.outside = nn.Linear(width, 16)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 16)
+        self.blocks = nn.ModuleList(MixedBlock(width) for width in (24, 48))
+        self.head = nn.Linear(16, 64)
+
+
+def test_blocks_of_a_list_may_differ_in_shape() -> None:
+    model = Mixture()
+    assert kind_of(model, "head.weight") == "head"
+    assert kind_of(model, "blocks.0.inside.weight") == "hidden"

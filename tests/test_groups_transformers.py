@@ -369,6 +369,17 @@ def test_spectrum_speaks_of_parameters_by_name() -> None:
     assert sorted(optimizer.spectrum()) == sorted(kinds["embedding"])
 
 
+def test_new_tokens_of_peft_are_embeddings() -> None:
+    """An orthogonal direction would go on moving those that are not seen any more."""
+    config = LoraConfig(target_modules=["q_proj"], r=2, trainable_token_indices=[3, 5])
+    model: Any = llama()
+    optimizer = for_model(get_peft_model(model, config))
+    names = {group["kind"]: group["param_names"] for group in optimizer.param_groups}
+    [tokens] = names.pop("embedding")
+    assert "trainable_tokens_delta" in tokens
+    assert set(names) == {"adapter"}
+
+
 def test_adapters_of_peft_are_a_kind_of_their_own() -> None:
     model: Any = llama()
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))

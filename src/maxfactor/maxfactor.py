@@ -194,6 +194,10 @@ class MaxFactor(FactoredOptimizer):
         if "kind" not in self.param_groups[0]:  # else `for_model` has looked at the rate
             warn_of_rate(lr, "the default, 0.01")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles take along: the model, too, by which its layers are sorted."""
+        return {**super().__getstate__(), "sorter": self.sorter, "left_out": dict(self.left_out)}
+
     def add_module(self, module: nn.Module) -> None:
         """Train layers that were unfrozen after `for_model` made this optimizer.
 
@@ -237,7 +241,7 @@ class MaxFactor(FactoredOptimizer):
         new = [group for group in self.param_groups if is_to_be_judged(group)]
         if new:
             hidden = {} if self.sorter is None else self.sorter.hidden()
-            stepped = {p: group["transposed"] for group in new for p in group["params"]}
+            stepped = {p: group.get("transposed", False) for group in new for p in group["params"]}
             judge_sizes(new, {**hidden, **stepped})
         return bool(new)
 
@@ -285,4 +289,4 @@ class MaxFactor(FactoredOptimizer):
 
 def _kind_of(group: dict[str, Any]) -> tuple[object, ...]:
     """The kind of a group, and how its matrices are stored and cut."""
-    return group["kind"], group["transposed"], *(group["blocks"] or ())
+    return group["kind"], group.get("transposed", False), *(group.get("blocks") or ())

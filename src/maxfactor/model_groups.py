@@ -75,7 +75,7 @@ def for_model(
         hidden     matrices of linear layers, attention, recurrent layers, pointwise convolutions
         conv       other convolutions
         tensor     other tensors of three and more dimensions, such as the stacked experts of an MoE
-        embedding  embeddings, positional tables, and heads tied to an embedding
+        embedding  embeddings, positional tables, heads tied to an embedding, new tokens of PEFT
         head       the output projection to the vocabulary, if it is not tied
         adapter    matrices that PEFT adds to a layer, such as LoRA's
         vector     norms, biases, scalars: without weight decay
@@ -411,7 +411,9 @@ def _kinds(model: nn.Module) -> dict[Tensor, str]:
     for module, key, param in _owned(model):
         kind = _kind(module, key, param, is_head=module in heads)
         if module in adapters and kind != "vector":
-            kind = "adapter"
+            # The latter is rows of an embedding, of new tokens. A direction that is orthogonal
+            # would go on moving those of tokens that are not seen.
+            kind = "embedding" if _is_named(module, "TrainableTokensLayer") else "adapter"
         kinds[param] = min(kinds.get(param, kind), kind, key=PRECEDENCE.index)
     return kinds
 
@@ -517,6 +519,7 @@ def _last_linears(modules: list[nn.Module]) -> set[nn.Module]:
 def _inside_blocks(modules: Iterable[nn.Module], heads: set[nn.Module]) -> set[nn.Module]:
     """The modules inside repeated blocks: siblings of one type, with parameters of one shape.
 
+    In a ModuleList the type is enough: of a mixture model's blocks only some have experts.
     Siblings with embeddings are models, such as a student and its teacher. Those of a head are
     heads.
     """
@@ -524,7 +527,9 @@ def _inside_blocks(modules: Iterable[nn.Module], heads: set[nn.Module]) -> set[n
     for module in modules:
         alike: dict[Any, list[nn.Module]] = {}
         for child in module.children():
-            shapes = tuple(param.shape for param in child.parameters())
+            shapes: tuple[object, ...] = ()
+            if not isinstance(module, nn.ModuleList):
+                shapes = tuple(param.shape for param in child.parameters())
             alike.setdefault((type(child), shapes), []).append(child)
         blocks = [
             block
@@ -571,12 +576,16 @@ def _adapters(model: nn.Module) -> set[nn.Module]:
     """The modules that PEFT has added to layers of the model."""
     added: set[nn.Module] = set()
     for module in model.modules():
-        # By name, to avoid importing peft.
-        if any(cls.__name__ == "BaseTunerLayer" for cls in type(module).__mro__):
+        if _is_named(module, "BaseTunerLayer"):
             base = getattr(module, "base_layer", None)
             own = set(base.modules()) if isinstance(base, nn.Module) else set()
             added.update(set(module.modules()) - own)
     return added
+
+
+def _is_named(module: nn.Module, name: str) -> bool:
+    """Whether a class of the module has this name, to avoid importing the package it is from."""
+    return any(cls.__name__ == name for cls in type(module).__mro__)
 
 
 def _is_linear(module: nn.Module) -> bool:

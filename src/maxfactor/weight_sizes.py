@@ -27,9 +27,10 @@ READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def is_to_be_judged(group: Mapping[str, Any]) -> bool:
     """Whether this is a group of hidden matrices whose switch `usual_from` is not set yet."""
-    if group.get("kind") != "hidden" or group["scale"] != "usual":
+    # A group that was inserted by hand may lack settings.
+    if group.get("kind") != "hidden" or group.get("scale") != "usual":
         return False
-    switches = group["switches"]
+    switches = group.get("switches")
     if isinstance(switches, Mapping):  # it may name some of them alone
         return switches.get("usual_from") is None
     return getattr(switches, "usual_from", None) is None
@@ -83,4 +84,4 @@ def relative_sizes(params: Mapping[Tensor, bool]) -> list[float]:
 
 def _switches_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's switches, those that are not named at their defaults."""
-    return {**asdict(Switches()), **cast("dict[str, Any]", as_setting(group["switches"]) or {})}
+    return {**asdict(Switches()), **cast("dict[str, Any]", as_setting(group.get("switches")) or {})}
