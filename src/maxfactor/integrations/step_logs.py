@@ -40,7 +40,10 @@ def _summary(optimizer: maxfactor.MaxFactor | maxfactor.Adafactor) -> dict[str, 
 
 
 def _label(group: dict[str, Any], index: int) -> str:
-    """The kind of a group, such as `hidden`, with its blocks, such as `hidden_64_rows`."""
+    """The kind of a group, such as `hidden`, with its blocks, such as `hidden_64_rows`.
+
+    Matrices that have their inputs first, as in GPT-2, are `hidden_transposed`.
+    """
     parts = [group.get("kind", index), *reversed(group.get("blocks") or ())]
     if group.get("transposed"):
         parts.append("transposed")

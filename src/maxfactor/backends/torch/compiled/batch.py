@@ -108,8 +108,8 @@ class CompiledBatch(Batch):
 
         Args:
             sums: What a pass has found, (units,).
-            tensors: What the values are 0 with.
-            values: What was squared, of a matrix (m, n) by its number and tensor.
+            tensors: One for each matrix; where it is 0 everywhere, so are the values.
+            values: The values that were squared, by the number and the tensor (m, n) of a matrix.
         """
         total = sums.view(self.shape[0], -1).sum(dim=-1)
         parts = squares.usual_parts(total.to(torch.float32))
