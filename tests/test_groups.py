@@ -785,6 +785,14 @@ def test_shards_are_judged_as_the_whole_model(one_rank: None) -> None:
     assert usual_from(for_model(model)) == pytest.approx(expected, rel=1e-6)
 
 
+def test_an_optimizer_of_shards_can_be_copied(one_rank: None) -> None:
+    """Its model cannot."""
+    model = scaled_layers(0.2, 0.2, 0.1)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = for_model(model)
+    assert usual_from(copy.deepcopy(optimizer)) == usual_from(optimizer)
+
+
 def test_a_checkpoint_keeps_what_was_small_on_purpose() -> None:
     model = scaled_layers(0.2, 0.2)
     optimizer = for_model(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from maxfactor.distributed.placement import local
+from maxfactor.distributed.placement import is_sharded, local
 from maxfactor.optimizer import FactoredOptimizer, Params
 from maxfactor.rule.fam import Spectrum, spectrum
 from maxfactor.rule.reference import host_scalar
@@ -195,8 +195,13 @@ class MaxFactor(FactoredOptimizer):
             warn_of_rate(lr, "the default, 0.01")
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles take along: the model, too, by which its layers are sorted."""
-        return {**super().__getstate__(), "sorter": self.sorter, "left_out": dict(self.left_out)}
+        """What copies and pickles take along: the model, too, by which its layers are sorted.
+
+        A model that `fully_shard` has sharded cannot be copied: a copy does without.
+        """
+        state = {**super().__getstate__(), "left_out": dict(self.left_out)}
+        params = (param for group in self.param_groups for param in group["params"])
+        return state if any(map(is_sharded, params)) else {**state, "sorter": self.sorter}
 
     def add_module(self, module: nn.Module) -> None:
         """Train layers that were unfrozen after `for_model` made this optimizer.
