@@ -469,6 +469,19 @@ def test_groups_of_heads() -> None:
         assert f"| {task} | {' | '.join(cells)} |" in page("recipe-study")
 
 
+def test_the_momentum_of_adapters() -> None:
+    rows = results("suite_adapters_cpu")["rows"]
+    names = ("quality", "quality adapter momentum .8", "soap")
+    for task, error, digits in (("lora-german", "wer", 2), ("lora-cpp", "nats", 3)):
+        found = [
+            [row[error] for row in rows if (row["task"], row["optimizer"]) == (task, name)]
+            for name in names
+        ]
+        cells = [", ".join(f"{each:.{digits}f}" for each in own) or "\u2013" for own in found]
+        assert f"| {task} | {' | '.join(cells)} |" in page("recipe-study")
+        assert all(short < long for long, short in zip(*found[:2], strict=True))
+
+
 def test_what_is_small_on_purpose() -> None:
     """Better with each seed of each narrow model."""
     known = suite_trials()

@@ -96,7 +96,7 @@ VARIANTS: dict[str, Variant] = {
     "quality usual from a third": changed("quality", {"hidden": A_THIRD}, families=EVERYWHERE),
     "quality hidden wd .03": changed("quality", {"hidden": {"weight_decay": 0.03}}),
     "quality hidden wd .1": changed("quality", {"hidden": {"weight_decay": 0.1}}),
-    # Better with three seeds in German on a CPU; not measured on a GPU yet.
+    # Better with every seed on a CPU; not measured on a GPU yet.
     "quality adapter momentum .8": changed(
         "quality", {"adapter": {"momentum": 0.8}}, families=("lora",)
     ),
