@@ -199,7 +199,10 @@ class MaxFactor(FactoredOptimizer):
 
         A model that `fully_shard` has sharded cannot be copied: a copy does without.
         """
-        state = {**super().__getstate__(), "left_out": dict(self.left_out)}
+        state: dict[str, Any] = super().__getstate__()
+        if self.sorter is None:
+            return state
+        state["left_out"] = dict(self.left_out)
         params = (param for group in self.param_groups for param in group["params"])
         return state if any(map(is_sharded, params)) else {**state, "sorter": self.sorter}
 
