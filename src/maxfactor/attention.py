@@ -66,9 +66,15 @@ def projections(module: nn.Module) -> list[Projection]:
 
 def is_transposed_linear(module: nn.Module) -> bool:
     """Whether it is a Conv1D of transformers: a Linear with a transposed weight."""
-    # By name, to avoid importing transformers; by the MRO, as fully_shard makes a subclass.
-    is_named_so = any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)
-    return is_named_so and hasattr(module, "nf") and hasattr(module, "nx")
+    return is_named(module, "Conv1D") and hasattr(module, "nf") and hasattr(module, "nx")
+
+
+def is_named(module: nn.Module, name: str) -> bool:
+    """Whether a class of the module has this name, to avoid importing the package it is from.
+
+    A base class, too, as `fully_shard` makes a subclass.
+    """
+    return any(cls.__name__ == name for cls in type(module).__mro__)
 
 
 def _of_torch(module: nn.MultiheadAttention) -> list[Projection]:

@@ -19,7 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from maxfactor.attention import head_blocks, is_transposed_linear
+from maxfactor.attention import head_blocks, is_named, is_transposed_linear
 from maxfactor.distributed.placement import is_sharded
 from maxfactor.maxfactor import MaxFactor
 from maxfactor.recipes import COMMON, KINDS, find_recipe
@@ -292,8 +292,7 @@ def _sinusoids(model: nn.Module) -> set[Tensor]:
     """
     tables = set[Tensor]()
     for module in model.modules():
-        # By name, to avoid importing transformers; by the MRO, as fully_shard makes a subclass.
-        if any(cls.__name__ == "WhisperEncoder" for cls in type(module).__mro__):
+        if is_named(module, "WhisperEncoder"):
             embeddings = [child for child in module.children() if isinstance(child, nn.Embedding)]
             tables |= {each.weight for each in embeddings if _is_table(each.weight)}
     return tables
@@ -371,7 +370,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 def _check_shapes(model: nn.Module) -> None:
     """Refuse modules without known shapes: FSDP1 flattens them, lazy layers have none yet."""
     for name, module in model.named_modules():
-        if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__):
+        if is_named(module, "FullyShardedDataParallel"):
             raise ValueError(
                 f"module {name!r} is wrapped by FullyShardedDataParallel, which flattens its "
                 "parameters; shard with torch.distributed.fsdp.fully_shard instead"
@@ -413,7 +412,7 @@ def _kinds(model: nn.Module) -> dict[Tensor, str]:
         if module in adapters and kind != "vector":
             # The latter is rows of an embedding, of new tokens. A direction that is orthogonal
             # would go on moving those of tokens that are not seen.
-            kind = "embedding" if _is_named(module, "TrainableTokensLayer") else "adapter"
+            kind = "embedding" if is_named(module, "TrainableTokensLayer") else "adapter"
         kinds[param] = min(kinds.get(param, kind), kind, key=PRECEDENCE.index)
     return kinds
 
@@ -576,16 +575,11 @@ def _adapters(model: nn.Module) -> set[nn.Module]:
     """The modules that PEFT has added to layers of the model."""
     added: set[nn.Module] = set()
     for module in model.modules():
-        if _is_named(module, "BaseTunerLayer"):
+        if is_named(module, "BaseTunerLayer"):
             base = getattr(module, "base_layer", None)
             own = set(base.modules()) if isinstance(base, nn.Module) else set()
             added.update(set(module.modules()) - own)
     return added
-
-
-def _is_named(module: nn.Module, name: str) -> bool:
-    """Whether a class of the module has this name, to avoid importing the package it is from."""
-    return any(cls.__name__ == name for cls in type(module).__mro__)
 
 
 def _is_linear(module: nn.Module) -> bool:
