@@ -171,13 +171,9 @@ class CompiledBatch(Batch):
         found = new((needed,), torch.float64)
         by_matrix = self._by_matrix(keep)
         if self.rule.moves_by_sign:
-            by_row = (
-                torch.as_tensor(coef, dtype=torch.float32, device="cpu")
-                .expand(k, m, 1)[..., 0]
-                .contiguous()
-                .numpy()
-            )
-            given: tuple[Any, ...] = (n, by_row, by_matrix, found.numpy())
+            assert isinstance(coef, Tensor)  # it has the maxima of rows
+            by_row = coef.expand(k, m, 1)[..., 0].contiguous()
+            given: tuple[Any, ...] = (n, by_row.numpy(), by_matrix, found.numpy())
             self._run(passes.write_signs, self._g_at, self._w_at, *given)
         else:
             given = (*self._roots(update), self._by_matrix(coef), by_matrix, found.numpy())
